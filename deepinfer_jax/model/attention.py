@@ -1,0 +1,240 @@
+"""CSA2 attention: a sliding window, and compressed entries that an indexer selects."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from deepinfer_jax.cache import LayerCache, Layouts
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.layer_plan import LayerPlan
+from deepinfer_jax.model.module import Vectors, param, quantized
+from deepinfer_jax.model.step import Step
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.ops.linear import grouped_output_linear, linear, quantized_linear
+from deepinfer_jax.ops.norm_rope import rms_norm, rope
+from deepinfer_jax.ops.rows import Rows, write_rows
+from deepinfer_jax.ops.select_entries import Selection, select_entries
+from deepinfer_jax.ops.sparse_attention import sparse_attention
+
+
+def attention_vectors(config: ModelConfig, plan: LayerPlan) -> dict[str, tuple[int, ...]]:
+    """Small vectors of the attention part of a layer."""
+    t = config.text_config
+    shapes: dict[str, tuple[int, ...]] = {
+        "attn.q_norm.weight": (t.q_lora_rank,),
+        "attn.kv_norm.weight": (t.head_dim,),
+        "attn.attn_sink": (t.num_attention_heads,),
+    }
+    if plan.owns_kv:
+        shapes |= {"attn.compressor.norm.weight": (t.head_dim,), "attn.indexer.k_norm.weight": (t.index_head_dim,)}
+    return shapes
+
+
+class Attention(nnx.Module):
+    """The attention sublayer. Draft stages use its parts with other rows (`dspark.py`)."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan):
+        t = config.text_config
+        heads = t.num_attention_heads * t.head_dim
+        self.config, self.plan = config, plan
+        # wq_a and wkv read the same input: one matrix, wq_a's rows first.
+        self.wqkv_a = quantized("fp8_block", t.q_lora_rank + t.head_dim, t.hidden_size)
+        self.wq_b = quantized("fp8_block", heads, t.q_lora_rank)
+        self.wo_a = quantized("fp8_block", t.o_groups * t.o_lora_rank, heads // t.o_groups)
+        self.wo_b = quantized("fp8_block", t.hidden_size, t.o_groups * t.o_lora_rank)
+        self.compressor = Compressor(config, plan) if plan.owns_kv else None
+        self.indexer = Indexer(config, plan) if plan.owns_indexer else None
+
+    def __call__(
+        self,
+        x_BSD: jax.Array,
+        vectors: Vectors,
+        step: Step,
+        cache: LayerCache,
+        source: LayerCache | None,
+        selection: Selection | None,
+        numerics: Numerics,
+    ) -> tuple[jax.Array, LayerCache, Selection | None]:
+        """Attend and update what the layer owns.
+
+        Args:
+            source: Cache of the layer's KV source; ignored where that is the layer itself.
+            selection: What the last indexer chose.
+
+        Returns:
+            Output [B, S, D], the layer's new cache, and the selection that later layers read.
+        """
+        layouts, ratio = Layouts.of(self.config, numerics), self.plan.ratio
+        qr, q_BSHK, kv_BSK = self.project(x_BSD, vectors, step.rope(self.plan.rope), numerics)
+        window, cache = self._window_rows(layouts.window.encode(kv_BSK), step, cache, layouts)
+        compressed = index = None
+        if ratio:
+            if self.compressor is not None:
+                assert self.indexer is not None
+                latent = self.compressor(x_BSD, vectors, step, cache)
+                cache = self.compressor.store(latent, self.indexer.keys(latent.values, vectors), step, layouts)
+                source = cache
+            assert source is not None and source.compressed is not None and source.index_keys is not None
+            if self.indexer is not None:
+                keys = layouts.index_key.decode(step.gather_pool(source.index_keys))
+                selection = self.indexer(x_BSD, qr, keys, step, selection, layouts, numerics)
+            assert selection is not None
+            compressed = Rows.flat(source.compressed, layouts.compressed)
+            index = step.pool_index(selection.entries, ratio)
+            index = index.reshape(-1, index.shape[-1])
+        b, s, h, k = q_BSHK.shape
+        with jax.named_scope("sparse_attention"):
+            out = sparse_attention(
+                q_BSHK.reshape(b * s, h, k), window, step.window_index, compressed, index, vectors["attn.attn_sink"]
+            )
+        return self.output(out.reshape(b, s, h, k), step.rope(self.plan.rope), numerics), cache, selection
+
+    def project(
+        self, x_BSD: jax.Array, vectors: Vectors, table: tuple[jax.Array, jax.Array], numerics: Numerics
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Low-rank query [B, S, R], rotated queries [B, S, H, K] and rotated window KV [B, S, K]."""
+        t = self.config.text_config
+        qr, kv = jnp.split(quantized_linear(x_BSD, self.wqkv_a[...], numerics), [t.q_lora_rank], axis=-1)
+        qr = rms_norm(qr, vectors["attn.q_norm.weight"], t.rms_norm_eps)
+        q = quantized_linear(qr, self.wq_b[...], numerics)
+        q_BSHK = rope(q.reshape(*q.shape[:-1], t.num_attention_heads, t.head_dim), table)
+        return qr, q_BSHK, rope(rms_norm(kv, vectors["attn.kv_norm.weight"], t.rms_norm_eps), table)
+
+    def window_kv(
+        self, x_BSD: jax.Array, vectors: Vectors, table: tuple[jax.Array, jax.Array], numerics: Numerics
+    ) -> jax.Array:
+        """Rotated window KV [B, S, K] alone: what a draft stage keeps of the target's features."""
+        t = self.config.text_config
+        w = self.wqkv_a[...]
+        kv = quantized_linear(x_BSD, w, numerics)[..., t.q_lora_rank :]
+        return rope(rms_norm(kv, vectors["attn.kv_norm.weight"], t.rms_norm_eps), table)
+
+    def output(self, out_BSHK: jax.Array, table: tuple[jax.Array, jax.Array], numerics: Numerics) -> jax.Array:
+        """Heads, rotated back, to the residual width: [B, S, D]."""
+        out = rope(out_BSHK, table, inverse=True)
+        out = grouped_output_linear(
+            out.reshape(*out.shape[:2], -1), self.wo_a[...], self.config.text_config.o_groups
+        )
+        return quantized_linear(out, self.wo_b[...], numerics)
+
+    def _window_rows(
+        self, rows_BSR: jax.Array, step: Step, cache: LayerCache, layouts: Layouts
+    ) -> tuple[Rows, LayerCache]:
+        """The rows that `step.window_index` points into, and the cache with the new rows in its ring."""
+        ring = write_rows(cache.window, step.ring_index(cache.window.shape[1]), rows_BSR)
+        if step.in_place:
+            pool = ring
+        else:
+            pool = jnp.concatenate([cache.window[step.slots], rows_BSR], axis=1)
+        return Rows.flat(pool, layouts.window), dataclasses.replace(cache, window=ring)
+
+
+@dataclasses.dataclass(frozen=True)
+class Latents:
+    """One latent per token: the group that ends there, meaningful where it is complete.
+
+    Attributes:
+        values: [B, S, K], not rotated.
+        entries: int32[B, S] entry number, -1 where no group ends.
+        cache: The layer's cache with the compressor's own rows updated.
+    """
+
+    values: jax.Array
+    entries: jax.Array
+    cache: LayerCache
+
+
+class Compressor(nnx.Module):
+    """Pools `ratio` tokens into one latent by a softmax per channel; for ratio 1 a plain projection."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan):
+        t = config.text_config
+        self.config, self.plan = config, plan
+        # wkv, then wgate (ratio > 1).
+        self.w = param(((2 if plan.ratio > 1 else 1) * t.head_dim, t.hidden_size))
+
+    def __call__(self, x_BSD: jax.Array, vectors: Vectors, step: Step, cache: LayerCache) -> Latents:
+        t, ratio = self.config.text_config, self.plan.ratio
+        if ratio == 1:
+            pooled = linear(x_BSD, self.w[...])
+        else:
+            # float32: the release upcasts this projection.
+            rows = linear(x_BSD, self.w[...], jnp.float32).reshape(*x_BSD.shape[:2], 2, t.head_dim)
+            assert cache.pending is not None
+            run = jnp.concatenate([step.before(cache.pending, ratio - 1), rows], axis=1)
+            group = jnp.stack([run[:, i : i + x_BSD.shape[1]] for i in range(ratio)], axis=2)
+            share = jax.nn.softmax(group[..., 1, :], axis=2)
+            pooled = jnp.sum(group[..., 0, :] * share, axis=2).astype(x_BSD.dtype)
+            flat = cache.pending.reshape(*cache.pending.shape[:2], -1)
+            index = step.ring_index(flat.shape[1])
+            pending = write_rows(flat, index, rows.reshape(*rows.shape[:2], -1)).reshape(cache.pending.shape)
+            cache = dataclasses.replace(cache, pending=pending)
+        values = rms_norm(pooled, vectors["attn.compressor.norm.weight"], t.rms_norm_eps)
+        complete = step.valid & ((step.positions + 1) % ratio == 0)
+        return Latents(values, jnp.where(complete, step.positions // ratio, -1), cache)
+
+    def store(self, latent: Latents, keys_BSK: jax.Array, step: Step, layouts: Layouts) -> LayerCache:
+        """Rotate, quantise and write compressed KV and index keys of the groups that are complete."""
+        ratio, cache = self.plan.ratio, latent.cache
+        assert cache.compressed is not None and cache.index_keys is not None
+        table = step.rope("yarn", ratio - 1)
+        index = step.pool_index(latent.entries, ratio)
+        kv = layouts.compressed.encode(rope(latent.values, table))
+        keys = layouts.index_key.encode(rope(keys_BSK, table))
+        return dataclasses.replace(
+            cache,
+            compressed=write_rows(cache.compressed, index, kv),
+            index_keys=write_rows(cache.index_keys, index, keys),
+        )
+
+
+class Indexer(nnx.Module):
+    """Chooses which compressed entries each query attends to."""
+
+    def __init__(self, config: ModelConfig, plan: LayerPlan):
+        t = config.text_config
+        self.config, self.plan = config, plan
+        self.wq_b = quantized("fp8_block", t.index_n_heads * t.index_head_dim, t.q_lora_rank)
+        self.weights_proj = param((t.index_n_heads, t.hidden_size))
+        self.wk = param((t.index_head_dim, t.head_dim)) if plan.owns_kv else None
+
+    def keys(self, latent_BSK: jax.Array, vectors: Vectors) -> jax.Array:
+        """Index keys [B, S, index_head_dim] of un-rotated latents, not rotated yet."""
+        assert self.wk is not None
+        eps = self.config.text_config.rms_norm_eps
+        return rms_norm(linear(latent_BSK, self.wk[...]), vectors["attn.indexer.k_norm.weight"], eps)
+
+    def __call__(
+        self,
+        x_BSD: jax.Array,
+        qr_BSR: jax.Array,
+        keys_BNK: jax.Array,
+        step: Step,
+        selection: Selection | None,
+        layouts: Layouts,
+        numerics: Numerics,
+    ) -> Selection:
+        t, plan = self.config.text_config, self.plan
+        q = quantized_linear(qr_BSR, self.wq_b[...], numerics)
+        q = rope(q.reshape(*q.shape[:-1], t.index_n_heads, t.index_head_dim), step.rope("yarn"))
+        # The scale is applied in float32: a bfloat16 constant would round it first.
+        scale = np.float32(t.index_head_dim**-0.5 * t.index_n_heads**-0.5)
+        weights = (linear(x_BSD, self.weights_proj[...]).astype(jnp.float32) * scale).astype(x_BSD.dtype)
+        limited = plan.candidates == "limited"
+        assert not limited or selection is not None
+        with jax.named_scope("select_entries"):
+            return select_entries(
+                layouts.index_key.round_trip(q),
+                keys_BNK,
+                weights,
+                step.visible(plan.ratio),
+                top_k=t.index_topk,
+                block_size=t.candidate_block_size,
+                publish_blocks=t.candidate_topk_blocks if plan.candidates == "publishes" else None,
+                limit_blocks=selection.blocks if limited and selection is not None else None,
+            )

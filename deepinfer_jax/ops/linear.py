@@ -1,0 +1,68 @@
+"""Matrix products: plain ones, and those with FP8 or FP4 weights.
+
+Weights are stored [out, in] and contracted over their last axis with float32 accumulators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from deepinfer_jax.formats import QuantizedTensor, fp8_round_trip, weight
+from deepinfer_jax.numerics import Numerics
+
+
+def contract(x: jax.Array, w: jax.Array) -> jax.Array:
+    """[..., in] x [out, in] -> float32[..., out]. Both sides in one dtype."""
+    return lax.dot_general(
+        x,
+        w,
+        (((x.ndim - 1,), (w.ndim - 1,)), ((), ())),
+        # float32 operands must not go through TF32 or bfloat16 passes on an accelerator.
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def linear(x: jax.Array, w: jax.Array | QuantizedTensor, out_dtype: Any = None) -> jax.Array:
+    """Plain linear in the dtype of its input: [..., in] x [out, in] -> [..., out].
+
+    `out_dtype` float32 keeps the accumulators, which is what the release computes in float32 from bfloat16
+    inputs (router, ratio > 1 compressor, head): the products are exact there.
+    """
+    return contract(x, weight(w, x.dtype)).astype(x.dtype if out_dtype is None else out_dtype)
+
+
+def quantized_linear(x: jax.Array, w: jax.Array | QuantizedTensor, numerics: Numerics) -> jax.Array:
+    """Linear with FP8 or FP4 weights, quantised or already expanded: [..., in] -> [..., out] in x's dtype.
+
+    With `linear_round_trip` the input first goes through FP8 in groups of 32 channels.
+    """
+    if numerics.linear_round_trip:
+        x = fp8_round_trip(x)
+    return linear(x, w)
+
+
+def grouped_output_linear(x: jax.Array, w: jax.Array | QuantizedTensor, groups: int) -> jax.Array:
+    """Block-diagonal linear of the attention output (`wo_a`): one matrix per group of heads.
+
+    Args:
+        x: [..., groups * in].
+        w: [groups * out, in]. FP8, used as bfloat16 without quantising the input.
+
+    Returns:
+        [..., groups * out] in x's dtype.
+    """
+    w_GRD = weight(w, x.dtype).reshape(groups, -1, x.shape[-1] // groups)
+    x_GTD = jnp.moveaxis(x.reshape(-1, groups, x.shape[-1] // groups), 1, 0)
+    out_GTR = lax.dot_general(
+        x_GTD,
+        w_GRD,
+        (((2,), (2,)), ((0,), (0,))),
+        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return jnp.moveaxis(out_GTR, 0, 1).reshape(*x.shape[:-1], -1).astype(x.dtype)

@@ -1,0 +1,129 @@
+"""Mixture of experts: the gate, and experts over tiles of rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from deepinfer_jax.formats import QuantizedTensor
+from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.ops.linear import linear, quantized_linear
+
+
+class Routing(NamedTuple):
+    """Chosen experts of each token, ascending by expert id so that sums have one order.
+
+    Attributes:
+        experts: int32[T, k].
+        weights: float32[T, k].
+    """
+
+    experts: jax.Array
+    weights: jax.Array
+
+
+def gate(x_TD: jax.Array, w_ED: jax.Array, bias_TE: jax.Array, *, top_k: int, scale: float) -> Routing:
+    """score = sqrt(softplus(x . w)) in float32; the k best of score + bias, weighted by their normalised scores.
+
+    Args:
+        bias_TE: float32 added for the choice only ([1, E], or one row per token).
+        scale: `routed_scaling_factor`.
+    """
+    score = jnp.sqrt(jax.nn.softplus(linear(x_TD, w_ED, jnp.float32)))
+    experts = jnp.sort(lax.top_k(score + bias_TE, top_k)[1], axis=-1)
+    weights = jnp.take_along_axis(score, experts, axis=-1)
+    if top_k > 1:
+        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+    return Routing(experts.astype(jnp.int32), weights * scale)
+
+
+def swiglu(gate_up: jax.Array, limit: float) -> jax.Array:
+    """silu(min(g, limit)) * clip(u, +-limit) in float32 of [..., 2 I] = (g, u); limit 0 is none."""
+    g, u = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
+    if limit > 0:
+        g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
+    return jax.nn.silu(g) * u
+
+
+def mlp(
+    x: jax.Array, w13: jax.Array | QuantizedTensor, w2: jax.Array | QuantizedTensor, limit: float, numerics: Numerics
+) -> jax.Array:
+    """One expert without routing weight: [..., D] -> [..., D]."""
+    return quantized_linear(swiglu(quantized_linear(x, w13, numerics), limit).astype(x.dtype), w2, numerics)
+
+
+def routed_experts(
+    x_TD: jax.Array,
+    routing: Routing,
+    valid_T: jax.Array,
+    w13: jax.Array | QuantizedTensor,
+    w2: jax.Array | QuantizedTensor,
+    limit: float,
+    numerics: Numerics,
+) -> jax.Array:
+    """float32[T, D]: the routed experts' outputs, summed in the order of expert ids.
+
+    Rows are sorted by expert into tiles of one expert each, so that the arithmetic of a row does not depend on
+    how many others chose its expert, no row is dropped, and an expert without rows costs nothing.
+
+    Args:
+        valid_T: Rows that count; the others give 0.
+        w13: [E, 2 I, D], gate rows first; w2: [E, D, I].
+    """
+    tokens, k = routing.experts.shape
+    num_experts = (w13.record if isinstance(w13, QuantizedTensor) else w13).shape[0]
+    tile = 8 if tokens <= 64 else 32
+    pair_expert = jnp.where(valid_T[:, None], routing.experts, num_experts).reshape(-1)
+    tiles = _tile_rows(pair_expert, num_experts, tile)
+    pair_weight = routing.weights.reshape(-1)
+
+    def one_tile(args: tuple[jax.Array, jax.Array]) -> jax.Array:
+        expert, pair = args
+        x = x_TD[jnp.maximum(pair, 0) // k]
+
+        def run() -> jax.Array:
+            y = swiglu(quantized_linear(x, w13[expert], numerics), limit)
+            y = (y * pair_weight[jnp.maximum(pair, 0)][:, None]).astype(x.dtype)
+            return quantized_linear(y, w2[expert], numerics)
+
+        return lax.cond(pair[0] >= 0, run, lambda: jnp.zeros_like(x))
+
+    out = lax.map(one_tile, (tiles.expert, tiles.pair)).reshape(-1, x_TD.shape[1])
+    rows = jnp.where(tiles.row_of_pair >= 0, tiles.row_of_pair, 0)
+    picked = jnp.where((tiles.row_of_pair >= 0)[:, None], out[rows], 0).reshape(tokens, k, -1)
+    total = jnp.zeros(x_TD.shape, jnp.float32)
+    for j in range(k):
+        total = total + picked[:, j].astype(jnp.float32)
+    return total
+
+
+class _Tiles(NamedTuple):
+    expert: jax.Array
+    """int32[tiles]: the expert of each tile."""
+    pair: jax.Array
+    """int32[tiles, rows]: the (token, choice) pair of each row, -1 unused; used rows come first."""
+    row_of_pair: jax.Array
+    """int32[pairs]: flat row of each pair, -1 for pairs without expert."""
+
+
+def _tile_rows(pair_expert: jax.Array, num_experts: int, tile: int) -> _Tiles:
+    """Lay pairs out in tiles of one expert. An expert id of `num_experts` means none."""
+    pairs = pair_expert.shape[0]
+    count = min(pairs, -(-pairs // tile) + num_experts)
+    order = jnp.argsort(pair_expert, stable=True)
+    sorted_expert = pair_expert[order]
+    size = jnp.zeros(num_experts + 1, jnp.int32).at[pair_expert].add(1)[:num_experts]
+    first_pair = jnp.cumsum(size) - size
+    tiles_of = -(-size // tile)
+    first_tile = jnp.cumsum(tiles_of) - tiles_of
+    expert = jnp.minimum(sorted_expert, num_experts - 1)
+    row = first_tile[expert] * tile + jnp.arange(pairs, dtype=jnp.int32) - first_pair[expert]
+    row = jnp.where(sorted_expert < num_experts, row, -1)
+    slot = jnp.where(row < 0, count * tile, row)
+    pair = jnp.full(count * tile, -1, jnp.int32).at[slot].set(order.astype(jnp.int32), mode="drop")
+    tile_expert = jnp.searchsorted(jnp.cumsum(tiles_of), jnp.arange(count), side="right")
+    row_of_pair = jnp.zeros(pairs, jnp.int32).at[order].set(row)
+    return _Tiles(jnp.minimum(tile_expert, num_experts - 1).astype(jnp.int32), pair.reshape(count, tile), row_of_pair)

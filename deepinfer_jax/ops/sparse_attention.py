@@ -1,0 +1,67 @@
+"""Attention of one query over two lists of rows: its window and its selected compressed entries."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from deepinfer_jax.ops.rows import Rows
+from deepinfer_jax.ops.tiles import map_tiles
+
+QUERY_TILE = 16
+"""Queries whose rows are gathered at once: bounds the gathered copy to 16 x (W + K) vectors."""
+
+
+def sparse_attention(
+    q_THD: jax.Array,
+    window: Rows,
+    window_index_TW: jax.Array,
+    compressed: Rows | None,
+    compressed_index_TK: jax.Array | None,
+    sink_H: jax.Array,
+) -> jax.Array:
+    """One softmax over both lists plus a sink; key and value are the same vector for all heads.
+
+    Args:
+        q_THD: Queries, rotated. Scores are scaled by D^-0.5.
+        window: Window KV rows; window_index_TW chooses among them, -1 is masked.
+        compressed: Compressed KV rows with their index_TK, or None.
+        sink_H: float32 logit per head that only adds to the denominator.
+
+    Returns:
+        [T, H, D] in q's dtype; 0 for a query without any valid row. Scores, softmax and sums are float32;
+        probabilities are rounded to q's dtype before they multiply the values.
+    """
+
+    def tile(args: tuple[jax.Array, ...]) -> jax.Array:
+        q, window_index, *rest = args
+        rows, index = window.take(window_index), window_index
+        if compressed is not None:
+            rows = jnp.concatenate([rows, compressed.take(rest[0])], axis=1)
+            index = jnp.concatenate([index, rest[0]], axis=1)
+        return _attend(q, rows, index >= 0, sink_H)
+
+    lists = (q_THD, window_index_TW) if compressed is None else (q_THD, window_index_TW, compressed_index_TK)
+    return map_tiles(tile, lists, QUERY_TILE)
+
+
+def dense_attention(q_THD: jax.Array, kv_ND: jax.Array, valid_TN: jax.Array, sink_H: jax.Array) -> jax.Array:
+    """The same with one list of N rows for all queries: what a DSpark block attends to."""
+    return _attend(q_THD, jnp.broadcast_to(kv_ND, (q_THD.shape[0], *kv_ND.shape)), valid_TN, sink_H)
+
+
+def _attend(q_THD: jax.Array, rows_TND: jax.Array, valid_TN: jax.Array, sink_H: jax.Array) -> jax.Array:
+    precision = lax.Precision.HIGHEST if q_THD.dtype == jnp.float32 else None
+    scale = np.float32(q_THD.shape[-1] ** -0.5)
+    score = jnp.einsum("thd,tnd->thn", q_THD, rows_TND, precision=precision, preferred_element_type=jnp.float32)
+    score = jnp.where(valid_TN[:, None, :], score * scale, -jnp.inf)
+    # -1e30 rather than -inf: a query without valid rows must give 0, not NaN.
+    top = jnp.maximum(jnp.max(score, axis=-1, keepdims=True), -1e30)
+    p = jnp.exp(score - top)
+    denominator = jnp.sum(p, axis=-1) + jnp.exp(sink_H[None, :] - top[..., 0])
+    out = jnp.einsum(
+        "thn,tnd->thd", p.astype(q_THD.dtype), rows_TND, precision=precision, preferred_element_type=jnp.float32
+    )
+    return (out / denominator[..., None]).astype(q_THD.dtype)

@@ -1,0 +1,1 @@
+"""Text side of the package: token ids in, token ids out, nothing on the device."""
