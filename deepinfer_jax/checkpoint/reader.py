@@ -89,7 +89,7 @@ def load_params(
     placements: dict[Path, list[TensorSpec]] = collections.defaultdict(list)
     for spec in tensor_table(config):
         placements[spec.path].append(spec)
-    jobs = [_Leaf(p, leaves[p], placements[p], _sharding(shardings, p)) for p in placements]
+    jobs = [_Leaf(p, leaves[p], placements[p], sharding_at(shardings, p)) for p in placements]
     tasks = [(job, piece) for job in jobs for piece in job.pieces(piece_bytes)]
     flat: dict[Path, Any] = {}
     with _progress(progress) as bar, concurrent.futures.ThreadPoolExecutor(threads) as pool:
@@ -101,7 +101,7 @@ def load_params(
                 flat[job.path] = _expanded(job.finish(), expand)
             bar.advance(task_id, block.nbytes)
     if token_map is not None:
-        flat["token_map",] = jax.device_put(token_map, _sharding(shardings, ("token_map",)))
+        flat["token_map",] = jax.device_put(token_map, sharding_at(shardings, ("token_map",)))
     return _nested(flat)
 
 
@@ -275,7 +275,8 @@ def _ahead(pool: concurrent.futures.Executor, jobs: Sequence[Any], depth: int) -
         yield pending.popleft().result()
 
 
-def _sharding(shardings: Any, path: Path) -> jax.sharding.Sharding:
+def sharding_at(shardings: Any, path: Path) -> jax.sharding.Sharding:
+    """The sharding of a leaf: out of one for all, out of a tree, or one device."""
     if shardings is None:
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
     node = shardings

@@ -18,7 +18,7 @@ from deepinfer_jax.checkpoint.table import TensorSpec, leaf_shapes, tensor_table
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import CheckpointError
 from deepinfer_jax.formats import QuantizedTensor, quantize_weight
-from deepinfer_jax.model.v41 import Params
+from deepinfer_jax.model.v41 import Params, abstract_params
 from deepinfer_jax.text.token_map import TOKENIZER_FILE
 
 SHARD_BYTES = 4 << 30
@@ -69,8 +69,6 @@ def quantize_params(params: Params, config: ModelConfig) -> Params:
 
 
 def _tree_like(params: Params, config: ModelConfig) -> Params:
-    from deepinfer_jax.model.v41 import abstract_params
-
     described = abstract_params(config)
     if jax.tree.structure(params, is_leaf=_is_quantized) != jax.tree.structure(described, is_leaf=_is_quantized):
         raise CheckpointError("the weight tree has other leaves than its configuration describes")

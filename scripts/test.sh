@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Runs the tests; arguments go to pytest: scripts/test.sh tests/test_config.py -k released
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+prepare_env test
+cd "$repo"
+exec python -m pytest "$@"
