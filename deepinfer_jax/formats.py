@@ -89,6 +89,12 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
+def _true_divide(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a / b with one rounding. XLA turns a division by a constant or a broadcast into a product with the
+    reciprocal, which rounds twice and moves quotients that are ties; a barrier hides what b is."""
+    return a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+
+
 def _quantize_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """e4m3 codes [..., n / 32, 32] and float32 scales [..., n / 32, 1]."""
     g = _grouped(x, GROUP)
@@ -103,12 +109,10 @@ def _quantize_fp4(x: jax.Array, scale_format: Literal["e4m3", "e8m0"]) -> tuple[
     amax = jnp.max(jnp.abs(g), axis=-1, keepdims=True)
     if scale_format == "e4m3":
         amax = jnp.maximum(amax, _FP4_E4M3_FLOOR)
-        # XLA turns a division by a constant into a product with its reciprocal, which rounds differently and
-        # moves a scale whose quotient is a tie. Behind the barrier the divisor is no constant.
-        six = lax.optimization_barrier(jnp.full_like(amax, E2M1_MAX))
-        scale = jnp.minimum(amax / six, E4M3_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)
-    else:
-        scale = power_of_two_ceil(jnp.maximum(amax, _FP4_E8M0_FLOOR) * np.float32(1 / E2M1_MAX))
+        quotient = _true_divide(amax, jnp.full_like(amax, E2M1_MAX))
+        scale = jnp.minimum(quotient, E4M3_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+        return encode_e2m1(jnp.clip(_true_divide(g, scale), -E2M1_MAX, E2M1_MAX)), scale
+    scale = power_of_two_ceil(jnp.maximum(amax, _FP4_E8M0_FLOOR) * np.float32(1 / E2M1_MAX))
     return encode_e2m1(jnp.clip(g / scale, -E2M1_MAX, E2M1_MAX)), scale
 
 

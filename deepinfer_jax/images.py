@@ -77,7 +77,7 @@ class Patches:
 def load_image(source: ImageSource) -> Image.Image:
     """Read one image and convert it to 8-bit RGB, as the reference does with Pillow.
 
-    Of an animation the first frame is taken. Transparency is dropped, not blended, and an EXIF orientation is not
+    Of an animation the first frame is taken, of a Pillow image the one it stands at. Transparency is dropped, not blended, and an EXIF orientation is not
     applied: the reference feeds the model that way. Grey images of 16 bits keep their upper 8, where Pillow would clip.
 
     Args:
@@ -111,7 +111,7 @@ def load_image(source: ImageSource) -> Image.Image:
         raise ImageError(f"{name}: there is no such file") from None
     except UnidentifiedImageError:
         raise ImageError(f"{name}: not an image in a supported format ({', '.join(FORMATS)})") from None
-    except Exception as error:  # noqa: BLE001 - hostile bytes make the decoders raise almost anything
+    except Exception as error:  # hostile bytes make the decoders raise almost anything
         raise _unreadable(name, error) from None
 
 
@@ -215,13 +215,15 @@ def span_layout(gh: int, gw: int) -> NDArray[np.int32]:
 def _decoded(image: Image.Image, name: str) -> Image.Image:
     if image.width < 1 or image.height < 1:
         raise ImageError(f"{name}: found {image.width} x {image.height} pixels, expected at least 1 x 1")
-    if image.mode in ("I", "F"):
+    # Pillow scales a PGM file of more than 8 bits to 0..65535, but calls it mode I, which has no range of its own.
+    wide = image.mode.startswith("I;16") or (image.mode == "I" and image.format == "PPM")
+    if image.mode in ("I", "F") and not wide:
         raise ImageError(f"{name}: found pixels of mode {image.mode!r}, expected 8 or 16 bits per channel")
     try:
-        if image.mode.startswith("I;16"):
+        if wide:
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         return image.convert("RGB")
-    except Exception as error:  # noqa: BLE001 - as in load_image; decoding happens here
+    except Exception as error:  # as in load_image; decoding happens here
         raise _unreadable(name, error) from None
 
 

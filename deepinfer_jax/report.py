@@ -80,22 +80,27 @@ def cache_bytes_per_slot(config: ModelConfig) -> int:
 
 
 def comparison(results: Iterable[Comparison], console: Console) -> bool:
-    """Print a comparison row by row as it runs; True when everything passed."""
+    """Print a comparison row by row as it runs, then the rules behind the verdicts; True when everything passed."""
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("numerics", "output", "largest", "median", "agree", "first beyond", "verdict"):
-        table.add_column(column, justify="right" if column in ("largest", "median", "agree") else "left")
-    passed, count = True, 0
+    for column in ("numerics", "output", "largest", "median", "equal", "beyond from", "verdict"):
+        table.add_column(column, justify="right" if column in ("largest", "median", "equal") else "left", no_wrap=True)
+    done: list[Comparison] = []
     with Live(table, console=console, auto_refresh=False) as live:
         for r in results:
-            place = "" if r.first is None else f"sequence {r.first[0]}, position {r.first[1]}"
+            place = "" if r.first is None else f"row {r.first[0]} pos {r.first[1]}"
             agree = "" if r.agreement is None else f"{r.agreement:.1%}"
-            verdict = f"[{'green' if r.passed else 'red'}]{'ok' if r.passed else 'DIFFERS'}[/] ({r.rule})"
+            verdict = "[green]ok[/]" if r.passed else "[red]DIFFERS[/]"
             table.add_row(r.tag, r.what, f"{r.largest:.2e}", f"{r.median:.2e}", agree, place, verdict)
             live.refresh()
-            passed, count = passed and r.passed, count + 1
-    if not count:
+            done.append(r)
+    if not done:
         console.print("the golden file has nothing that this model can be compared with")
-    return passed and count > 0
+    rules: dict[str, list[str]] = {}
+    for r in done:
+        rules.setdefault(r.rule, []).append(r.tag)
+    for rule, tags in rules.items():
+        console.print(f"{', '.join(dict.fromkeys(tags))}: {rule}", highlight=False)
+    return bool(done) and all(r.passed for r in done)
 
 
 def _plan_table(config: ModelConfig) -> Table:

@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Runs the tests; arguments go to pytest: scripts/test.sh tests/test_config.py -k released
+# Runs the tests; arguments go to pytest, paths relative to the repository root:  scripts/test.sh -n 0 -k rollback
 set -euo pipefail
-source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
-prepare_env test
-cd "$repo"
-exec python -m pytest "$@"
+. "$(dirname "${BASH_SOURCE[0]}")/_env.sh" test
+cd "$root"
+exec "$python" -m pytest "$@"

@@ -206,6 +206,21 @@ def test_sixteen_bit_files_keep_their_upper_bits():
         assert np.asarray(loaded)[0, :, 2].tolist() == [0, 0, 1, 128, 255]
 
 
+@pytest.mark.parametrize("maxval", [1023, 65535])
+def test_a_grey_pnm_of_more_than_eight_bits_uses_its_whole_range(maxval):
+    pixels = b"".join(value.to_bytes(2, "big") for value in (0, (maxval + 1) // 2, maxval))
+    loaded = load_image(f"P5\n3 1\n{maxval}\n".encode() + pixels)
+    assert np.asarray(loaded)[0].tolist() == [[0] * 3, [128] * 3, [255] * 3]
+
+
+def test_a_pillow_image_keeps_the_frame_it_stands_at():
+    frames = [Image.new("RGB", (4, 4), colour) for colour in [(255, 0, 0), (0, 255, 0)]]
+    data = encoded(frames[0], "GIF", save_all=True, append_images=frames[1:])
+    with Image.open(io.BytesIO(data)) as image:
+        image.seek(1)
+        assert load_image(image).getpixel((0, 0)) == (0, 255, 0)
+
+
 def test_an_exif_orientation_is_not_applied():
     exif = Image.Exif()
     exif[0x0112] = 6  # to be shown rotated

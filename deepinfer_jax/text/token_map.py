@@ -44,11 +44,8 @@ def compressed_token_map(tokenizer: Tokenizer) -> NDArray[np.int32]:
     for token in range(count):
         # One id per call: decoders join or trim neighbours, and a batch call is not faster for single ids.
         text = tokenizer.decode([token], skip_special_tokens=False)
-        if _REPLACEMENT in text:
-            key = tokenizer.id_to_token(token) or text
-        else:
-            key = normalizer.normalize_str(text) or text
-        token_map[token] = numbers.setdefault(key, len(numbers))
+        key = tokenizer.id_to_token(token) if _REPLACEMENT in text else normalizer.normalize_str(text)
+        token_map[token] = numbers.setdefault(key or text, len(numbers))
     return token_map
 
 
@@ -113,5 +110,5 @@ def _read(file: Path) -> Tokenizer:
         raise TokenizerError(f"{file}: not a readable JSON file: {error}") from None
     try:
         return Tokenizer.from_str(text)
-    except Exception as error:  # noqa: BLE001 - the binding raises plain Exception for every fault
+    except Exception as error:  # the binding raises plain Exception for every fault
         raise TokenizerError(f"{file}: not a tokenizer of the `tokenizers` package: {error}") from None
