@@ -10,7 +10,6 @@ from pathlib import Path
 import jax
 from rich import box
 from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from deepinfer_jax.cache import Layouts
@@ -81,18 +80,15 @@ def cache_bytes_per_slot(config: ModelConfig) -> int:
 
 def comparison(results: Iterable[Comparison], console: Console) -> bool:
     """Print a comparison row by row as it runs, then the rules behind the verdicts; True when everything passed."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in ("numerics", "output", "largest", "median", "equal", "beyond from", "verdict"):
-        table.add_column(column, justify="right" if column in ("largest", "median", "equal") else "left", no_wrap=True)
+    row = "{:<9} {:<15} {:>9} {:>9} {:>7} {:<15} {}"
+    console.print(row.format("numerics", "output", "largest", "median", "equal", "beyond from", "verdict"), style="bold")
     done: list[Comparison] = []
-    with Live(table, console=console, auto_refresh=False) as live:
-        for r in results:
-            place = "" if r.first is None else f"row {r.first[0]} pos {r.first[1]}"
-            agree = "" if r.agreement is None else f"{r.agreement:.1%}"
-            verdict = "[green]ok[/]" if r.passed else "[red]DIFFERS[/]"
-            table.add_row(r.tag, r.what, f"{r.largest:.2e}", f"{r.median:.2e}", agree, place, verdict)
-            live.refresh()
-            done.append(r)
+    for r in results:
+        place = "" if r.first is None else f"row {r.first[0]} pos {r.first[1]}"
+        agree = "" if r.agreement is None else f"{r.agreement:.1%}"
+        cells = row.format(r.tag, r.what, f"{r.largest:.2e}", f"{r.median:.2e}", agree, place, "ok" if r.passed else "DIFFERS")
+        console.print(cells, style=None if r.passed else "red", highlight=False)
+        done.append(r)
     if not done:
         console.print("the golden file has nothing that this model can be compared with")
     rules: dict[str, list[str]] = {}

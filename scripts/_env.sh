@@ -1,61 +1,67 @@
-# Sourced by the other scripts, with the wanted extras as arguments:  . "$(dirname "$0")/_env.sh" test dev
-# Makes .venv in the repository root, installs the package there, and sets $root and $python.
-# Fast (well under a second) when nothing changed since the last time.
+# Sourced by the scripts beside it, and by .ci/run:
+#
+#   source "$repo/scripts/_env.sh"
+#   prepare_env [EXTRA[,EXTRA...]]
+#
+# prepare_env makes .venv in the repository root, installs the project there (editable, with the extras) and puts it first
+# on PATH. When nothing changed since the last time it does neither, in a fraction of a second.
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-python=$root/.venv/bin/python
+repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-# Another environment's settings must not leak into ours.
-unset PYTHONHOME PYTHONPATH VIRTUAL_ENV
-export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1
-
-_usable() { # a program that runs, is Python >= 3.12, and can make environments
-  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12)); ' >/dev/null 2>&1 &&
-    "$1" -c 'import ensurepip, venv' >/dev/null 2>&1
+# Version of an interpreter; fails if it does not start (a pyenv shim may be on PATH and still refuse).
+_python_version() {
+  "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])' </dev/null 2>/dev/null
 }
 
+_python_is_usable() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12)); ' >/dev/null 2>&1
+}
+
+# Prints the first Python >= 3.12 that can make a venv; otherwise says on stderr what there was.
 _find_python() {
-  local candidate
-  # A name on PATH may be a shim of a version manager that refuses to run: only running it tells.
-  for candidate in python3.12 python3.13 python3.14 python3 \
-    "${PYENV_ROOT:-$HOME/.pyenv}"/versions/*/bin/python3; do
-    if command -v "$candidate" >/dev/null 2>&1 && _usable "$candidate"; then
-      command -v "$candidate"
-      return 0
+  local candidate version found=""
+  for candidate in python3.12 python3.13 python3.14 python3 "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/*/bin/python3; do
+    version=$(_python_version "$candidate") || continue
+    if ! _python_is_usable "$candidate"; then
+      found+="  $candidate is $version"$'\n'
+    elif ! "$candidate" -c 'import ensurepip, venv' >/dev/null 2>&1; then
+      found+="  $candidate is $version, but lacks the venv or the ensurepip module"$'\n'
+    else
+      printf '%s\n' "$candidate"
+      return
     fi
   done
+  printf 'error: deepinfer-jax needs Python 3.12 or newer, with its venv module. Found:\n%s\n' "${found:-  no Python at all}" >&2
   return 1
 }
 
-_make_venv() {
-  local base
-  if [ -x "$python" ] && "$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null; then
-    return 0
-  fi
-  if ! base=$(_find_python); then
-    echo "error: no Python >= 3.12 with venv found: looked for python3.12, python3.13, python3.14 and python3 on PATH" \
-      "and in ${PYENV_ROOT:-$HOME/.pyenv}/versions" >&2
-    return 1
-  fi
-  echo "making .venv with $base" >&2
-  "$base" -m venv --clear "$root/.venv"
-}
+prepare_env() {
+  local extras=${1:-} venv=$repo/.venv base key stamp quiet=--quiet
+  local python=$venv/bin/python
 
-_install() {
-  local extras key stamp
-  extras=$(IFS=,; echo "$*")
-  stamp=$root/.venv/.deepinfer_jax-${extras:-base}
-  # The path is part of the key: a copied or moved folder would otherwise import the package of the old one.
-  key=$({ cat "$root/pyproject.toml"; echo "$extras $root"; "$python" -VV; } | cksum)
-  if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$key" ]; then
-    return 0
-  fi
-  rm -f "$stamp"
-  "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null || return 1
-  echo "installing deepinfer-jax${extras:+[$extras]} into .venv" >&2
-  (cd "$root" && "$python" -m pip install --quiet -e ".${extras:+[$extras]}") || return 1
-  echo "$key" >"$stamp"
-}
+  # Another environment's settings must not leak into ours.
+  unset PYTHONHOME PYTHONPATH
+  export PIP_USER=0
 
-_make_venv || exit 1
-_install "$@" || { echo "error: installing the package failed, see above" >&2; exit 1; }
+  if ! _python_is_usable "$python"; then
+    base=$(_find_python) || return 1
+    printf 'Making .venv with %s\n' "$base"
+    "$base" -m venv --clear "$venv" || return 1
+  fi
+
+  # The repository's path is part of the key because an editable install points at it.
+  key=$("$python" -c 'import hashlib, sys
+text = open(sys.argv[1], "rb").read() + repr((sys.argv[1:], sys.version)).encode()
+print(hashlib.sha256(text).hexdigest())' "$repo/pyproject.toml" "$extras") || return 1
+  stamp=$venv/.installed-${extras:-base}
+  if [[ ! -f $stamp || $(<"$stamp") != "$key" ]]; then
+    printf 'Installing deepinfer-jax%s into .venv (a few minutes the first time)\n' "${extras:+[$extras]}"
+    rm -f "$stamp" # an interrupted installation is not a finished one
+    if [[ -t 1 ]]; then quiet=; fi
+    "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null || return 1
+    "$python" -m pip install --disable-pip-version-check ${quiet:+"$quiet"} -e "$repo${extras:+[$extras]}" || return 1
+    printf '%s\n' "$key" >"$stamp"
+  fi
+
+  export VIRTUAL_ENV=$venv PATH=$venv/bin:$PATH
+}

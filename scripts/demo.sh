@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Runs the forward pass of the tiny checkpoint and compares it with outputs of an independent implementation.
-# Arguments go to `deepinfer-jax compare`:  scripts/demo.sh --chunk 5
+# Runs the whole forward pass on the tiny checkpoint and compares it with stored results of an independent implementation.
+# Arguments go to `deepinfer-jax compare`: scripts/demo.sh --chunk 5
 set -euo pipefail
-. "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
-cd "$root"
-echo "== DeepSeek-V4.1-Flash, tiny random weights: deepinfer-jax compare tests/data/v41_tiny $*"
-exec "$root/.venv/bin/deepinfer-jax" compare tests/data/v41_tiny "$@"
+source "$(dirname "${BASH_SOURCE[0]}")/_env.sh"
+prepare_env
+cd "$repo"
+printf '\nDeepSeek-V4.1-Flash, tiny checkpoint: this forward pass against an independent implementation\n\n'
+exec deepinfer-jax compare tests/data/v41_tiny "$@"

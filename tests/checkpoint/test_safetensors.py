@@ -673,7 +673,7 @@ def edit_bytes(data: bytes, edits: list[tuple[str, float, int]]) -> bytes:
 def test_no_mutation_of_the_bytes_crashes_or_slips_through(base: bytes, tmp_path: Path):
     outcomes: collections.Counter[bool] = collections.Counter()
 
-    @settings(FUZZ, max_examples=2500)
+    @settings(FUZZ, max_examples=2000)
     @given(BYTE_EDITS)
     def fuzz(edits: list[tuple[str, float, int]]) -> None:
         outcomes[check_accepted(edit_bytes(base, edits), tmp_path / "a.safetensors")] += 1
@@ -789,7 +789,7 @@ def test_no_mutation_of_the_header_crashes_or_slips_through(base: bytes, tmp_pat
     header, data = json.loads(base[8 : 8 + length]), base[8 + length :]
     outcomes: collections.Counter[bool] = collections.Counter()
 
-    @settings(FUZZ, max_examples=2500)
+    @settings(FUZZ, max_examples=2000)
     @given(edited_header(header), st.booleans())
     def fuzz(edited: tuple[bytes, int], resize: bool) -> None:
         raw, extra = edited
@@ -863,12 +863,12 @@ def test_no_mutation_of_the_index_crashes_or_slips_through(tmp_path: Path):
             whole(checkpoint, tmp_path, json.loads(data), total)
             outcomes[True] += 1
 
-    @settings(FUZZ, max_examples=700)
+    @settings(FUZZ, max_examples=450)
     @given(edited_index(json.loads(text)).map(lambda index: json.dumps(index).encode()))
     def fuzz_values(data: bytes) -> None:
         check(data)
 
-    @settings(FUZZ, max_examples=500)
+    @settings(FUZZ, max_examples=350)
     @given(BYTE_EDITS.map(lambda edits: edit_bytes(text, edits)))
     def fuzz_bytes(data: bytes) -> None:
         check(data)
