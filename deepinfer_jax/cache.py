@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import CacheError
@@ -127,13 +129,14 @@ def abstract_cache(
     layouts, page = Layouts.of(config, numerics), page_tokens(config)
     blocks = pages_per_slot(config, max_length)
     pages = num_slots * blocks if num_pages is None else num_pages
-    struct = jax.ShapeDtypeStruct
+    # Described leaves stand where arrays will: Any, as for every abstract tree of JAX.
+    struct: Any = jax.ShapeDtypeStruct
 
-    def ring(rows: int) -> jax.ShapeDtypeStruct:
+    def ring(rows: int) -> Any:
         stored, dtype = layouts.window.stored
         return struct((num_slots, rows, stored), dtype)
 
-    def pool(layout: RowLayout, ratio: int) -> jax.ShapeDtypeStruct:
+    def pool(layout: RowLayout, ratio: int) -> Any:
         stored, dtype = layout.stored
         return struct((pages, page // ratio, stored), dtype)
 
@@ -226,7 +229,7 @@ def rollback(cache: CacheState, drop: jax.Array) -> CacheState:
             `ROLLBACK` tokens below the longest it has been. Inside `jit` that is the caller's duty.
     """
     lengths = cache.lengths - drop
-    if not isinstance(lengths, jax.core.Tracer) and not isinstance(cache.written, jax.core.Tracer):
+    if not isinstance(lengths, Tracer) and not isinstance(cache.written, Tracer):
         bad = np.flatnonzero((np.asarray(drop) < 0) | (lengths < 0) | (lengths < cache.written - ROLLBACK))
         if bad.size:
             raise CacheError(
@@ -240,9 +243,7 @@ def rollback(cache: CacheState, drop: jax.Array) -> CacheState:
     return dataclasses.replace(cache, lengths=lengths)
 
 
-def fork(
-    cache: CacheState, config: ModelConfig, source: jax.Array, target: jax.Array
-) -> tuple[CacheState, jax.Array]:
+def fork(cache: CacheState, config: ModelConfig, source: jax.Array, target: jax.Array) -> tuple[CacheState, jax.Array]:
     """Make slot `target` continue the sequence of slot `source` (int32 scalars).
 
     Full pages are shared; a page that the source may still write is copied into a fresh one. The target's own
@@ -282,9 +283,7 @@ def fork(
         return None if ring is None else ring.at[target].set(ring[source])
 
     layers = tuple(
-        LayerCache(
-            copy_slot(c.window), copy_pages(c.compressed), copy_pages(c.index_keys), copy_slot(c.pending)
-        )  # type: ignore[arg-type]
+        LayerCache(copy_slot(c.window), copy_pages(c.compressed), copy_pages(c.index_keys), copy_slot(c.pending))  # type: ignore[arg-type]
         for c in cache.layers
     )
     draft = tuple(copy_slot(ring) for ring in cache.draft)

@@ -20,9 +20,7 @@ from deepinfer_jax.numerics import Numerics
 _VERSION = "1"
 
 
-def save_cache(
-    path: str | os.PathLike[str], cache: CacheState, config: ModelConfig, numerics: Numerics
-) -> None:
+def save_cache(path: str | os.PathLike[str], cache: CacheState, config: ModelConfig, numerics: Numerics) -> None:
     """Write a cache as a safetensors file; an existing file is replaced only once the new one is whole."""
     arrays = {name: np.asarray(jax.device_get(leaf)) for name, leaf in _named(cache).items()}
     write_file(path, arrays, {"deepinfer_jax_cache": _VERSION, "model": _fingerprint(config, numerics)})
@@ -63,7 +61,9 @@ def load_cache(path: str | os.PathLike[str], config: ModelConfig, numerics: Nume
 
 
 def _named(cache: CacheState) -> dict[str, Any]:
-    return {jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(cache)[0]}
+    return {
+        jax.tree_util.keystr(path).lstrip("."): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(cache)[0]
+    }
 
 
 def _fingerprint(config: ModelConfig, numerics: Numerics) -> str:

@@ -99,10 +99,15 @@ def compare(
 
 
 def run_sequences(
-    params: Params, config: ModelConfig, ids: np.ndarray, numerics: Numerics, *, chunk: int | None = None,
+    params: Params,
+    config: ModelConfig,
+    ids: np.ndarray,
+    numerics: Numerics,
+    *,
+    chunk: int | None = None,
     images: ImageRows | None = None,
 ) -> tuple[Output, CacheState, Batch]:
-    """Logits and features of whole sequences [B, S], in one call or in chunks; the drafter's context is fed too."""  # fmt: skip
+    """Logits and features of whole sequences [B, S], in one call or in chunks, and the drafter fed with them."""
     batch_size, length = ids.shape
     cache = init_cache(config, numerics, batch_size, length + config.text_config.dspark_block_size)
     slots = jnp.arange(batch_size, dtype=jnp.int32)

@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import types
 import typing
 from collections.abc import Callable
@@ -27,8 +28,10 @@ QUANT_GROUP = 32
 
 # Keys that Hugging Face tools add and that change nothing here.
 _HARMLESS = frozenset(
-    "transformers_version torch_dtype dtype initializer_range attention_dropout use_cache _name_or_path "
-    "auto_map architectures".split()
+    (
+        *("_name_or_path", "architectures", "auto_map", "dtype", "torch_dtype", "transformers_version"),
+        *("attention_dropout", "initializer_range", "use_cache"),
+    )
 )
 
 Rule = Callable[[Any], str | None]
@@ -213,7 +216,7 @@ class ModelConfig:
             raise ConfigError(f"{source} is not a supported configuration", error.faults) from None
 
     @classmethod
-    def from_file(cls, path: str | Path, *, ignore_unknown: bool = False) -> ModelConfig:
+    def from_file(cls, path: str | os.PathLike[str], *, ignore_unknown: bool = False) -> ModelConfig:
         """Read `config.json`, or the one in a checkpoint directory. Raises ConfigError."""
         path = Path(path)
         path = path / "config.json" if path.is_dir() else path
@@ -308,7 +311,7 @@ def _convert(hint: Any, value: Any, where: str, faults: list[str], ignore_unknow
     if dataclasses.is_dataclass(hint):
         before = len(faults)
         values = _read(typing.cast(type, hint), value, f"{where}.", faults, ignore_unknown)
-        return hint(**values) if values is not None and len(faults) == before else None
+        return typing.cast(type, hint)(**values) if values is not None and len(faults) == before else None
     if typing.get_origin(hint) is tuple:
         if isinstance(value, list) and all(type(v) is int for v in value):
             return tuple(value)

@@ -77,8 +77,9 @@ class Patches:
 def load_image(source: ImageSource) -> Image.Image:
     """Read one image and convert it to 8-bit RGB, as the reference does with Pillow.
 
-    Of an animation the first frame is taken, of a Pillow image the one it stands at. Transparency is dropped, not blended, and an EXIF orientation is not
-    applied: the reference feeds the model that way. Grey images of 16 bits keep their upper 8, where Pillow would clip.
+    Of an animation the first frame is taken, of a Pillow image the one it stands at. Transparency is dropped, not
+    blended, and an EXIF orientation is not applied: the reference feeds the model that way. Grey images of 16 bits
+    keep their upper 8, where Pillow would clip.
 
     Args:
         source: See `ImageSource`. A file object is read from its start and stays open.

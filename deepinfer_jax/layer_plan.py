@@ -142,7 +142,9 @@ def _source_faults(text: TextConfig) -> list[str]:
     faults = []
     for i in text.kv_source_layer_ids:
         if i not in text.index_source_layer_ids:
-            faults.append(f"text_config.index_source_layer_ids: KV source {i} is missing (its selection would be stale)")
+            faults.append(
+                f"text_config.index_source_layer_ids: KV source {i} is missing (its selection would be stale)"
+            )
     source = None
     for i, ratio in enumerate(text.compress_ratios[: text.num_hidden_layers]):
         if i in text.kv_source_layer_ids:

@@ -28,10 +28,8 @@ def slice_layers(config: ModelConfig, first: int, last: int) -> ModelConfig:
     for plan in plans:
         if plan.kv_source is None:
             continue
-        if plan.kv_source < first:
-            source = standing_in.setdefault(plan.kv_source, plan.index)
-        else:
-            source = plan.kv_source
+        outside = plan.kv_source < first
+        source = standing_in.setdefault(plan.kv_source, plan.index) if outside else plan.kv_source
         kv_sources.add(source)
         if plan.owns_indexer or plan.index == source:
             index_sources.add(plan.index)

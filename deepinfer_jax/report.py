@@ -81,12 +81,16 @@ def cache_bytes_per_slot(config: ModelConfig) -> int:
 def comparison(results: Iterable[Comparison], console: Console) -> bool:
     """Print a comparison row by row as it runs, then the rules behind the verdicts; True when everything passed."""
     row = "{:<9} {:<15} {:>9} {:>9} {:>7} {:<15} {}"
-    console.print(row.format("numerics", "output", "largest", "median", "equal", "beyond from", "verdict"), style="bold")
+    console.print(
+        row.format("numerics", "output", "largest", "median", "equal", "beyond from", "verdict"), style="bold"
+    )
     done: list[Comparison] = []
     for r in results:
         place = "" if r.first is None else f"row {r.first[0]} pos {r.first[1]}"
         agree = "" if r.agreement is None else f"{r.agreement:.1%}"
-        cells = row.format(r.tag, r.what, f"{r.largest:.2e}", f"{r.median:.2e}", agree, place, "ok" if r.passed else "DIFFERS")
+        cells = row.format(
+            r.tag, r.what, f"{r.largest:.2e}", f"{r.median:.2e}", agree, place, "ok" if r.passed else "DIFFERS"
+        )
         console.print(cells, style=None if r.passed else "red", highlight=False)
         done.append(r)
     if not done:

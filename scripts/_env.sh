@@ -31,7 +31,8 @@ _find_python() {
       return
     fi
   done
-  printf 'error: deepinfer-jax needs Python 3.12 or newer, with its venv module. Found:\n%s\n' "${found:-  no Python at all}" >&2
+  [[ -n $found ]] || found=$'  no Python at all\n'
+  printf 'error: deepinfer-jax needs Python 3.12 or newer, with its venv module. Found:\n%s' "$found" >&2
   return 1
 }
 

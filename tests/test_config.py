@@ -51,7 +51,10 @@ def test_the_released_plan_has_the_published_roles():
 BROKEN = [
     (("text_config", "hidden_size", 5121), "text_config.hidden_size: found 5121, expected a positive multiple of 32"),
     (("text_config", "num_key_value_heads", 8), "text_config.num_key_value_heads: found 8, expected 1"),
-    (("text_config", "scoring_func", "sigmoid"), 'text_config.scoring_func: found "sigmoid", expected \'sqrtsoftplus\''),
+    (
+        ("text_config", "scoring_func", "sigmoid"),
+        "text_config.scoring_func: found \"sigmoid\", expected 'sqrtsoftplus'",
+    ),
     (("text_config", "vocab_size", "big"), 'text_config.vocab_size: found "big", expected int'),
     (("text_config", "vocab_size", True), "text_config.vocab_size: found true, expected int"),
     (("text_config", "compress_ratios", [0, 0]), "text_config.compress_ratios: 2 entries, expected 40 layers + 3"),
@@ -69,8 +72,11 @@ BROKEN = [
     (("text_config", "dspark_target_layer_ids", []), "dspark_target_layer_ids: empty, but there are draft stages"),
     (("text_config", "sliding_windw", 128), "text_config.sliding_windw: unknown key with value 128; did you mean"),
     (("text_config", "rms_norm_eps", None), "text_config.rms_norm_eps: found null, expected float"),
-    (("quantization_config", "weight_block_size", [128, 128]), "quantization_config.weight_block_size: found [128, 128]"),
-    (("quantization_config", "expert_dtype", "fp8"), "quantization_config.expert_dtype: found \"fp8\", expected 'fp4'"),
+    (
+        ("quantization_config", "weight_block_size", [128, 128]),
+        "quantization_config.weight_block_size: found [128, 128]",
+    ),
+    (("quantization_config", "expert_dtype", "fp8"), 'quantization_config.expert_dtype: found "fp8", expected'),
     (("vision_config", "num_attention_heads", 5), "vision_config.hidden_size: 1024 is not a multiple of 4 x"),
     (("vision_config", "max_wh_ratio", -1.0), "vision_config.max_wh_ratio: found -1.0, expected a positive number"),
     (("model_type", None, "deepseek_v4"), "model_type: found \"deepseek_v4\", expected 'deepseek_v41'"),

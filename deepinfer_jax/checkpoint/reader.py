@@ -51,7 +51,7 @@ def checkpoint_faults(checkpoint: Checkpoint, config: ModelConfig) -> list[str]:
 
 
 def load_params(
-    path: str | FilePath,
+    path: str | os.PathLike[str],
     config: ModelConfig,
     *,
     shardings: Any = None,

@@ -145,7 +145,7 @@ class _Builder:
     ) -> None:
         """`name.weight` and `name.scale`: rows `first_row` on of a record with `of_rows` rows."""
         (rows, cols), whole = shape, (of_rows or shape[0], shape[1])
-        codes, scales = weight_bytes(fmt, (rows, cols))
+        scales = weight_bytes(fmt, (rows, cols))[1]
         before, scales_before = weight_bytes(fmt, (first_row, cols))
         stored = (rows, cols // 2) if fmt == "fp4" else (rows, cols)
         scale_cols = -(-cols // 32)
@@ -170,9 +170,7 @@ def _block(build: _Builder, config: ModelConfig, plan: LayerPlan, block: Block, 
     mix, width = t.hc_mult * (t.hc_mult + 2), t.hc_mult * t.hidden_size
     for i, site in enumerate(SITES):
         part = f"{group}: norms, mixes"
-        build.plain(
-            f"{prefix}hc_{site}_fn", "F32", (mix, width), (*path, "hc_fn"), part, offset=i * mix * width
-        )
+        build.plain(f"{prefix}hc_{site}_fn", "F32", (mix, width), (*path, "hc_fn"), part, offset=i * mix * width)
         for name in (f"hc_{site}_base", f"hc_{site}_scale"):
             build.vector(prefix + name, "F32", (*path, "vectors"), block.vectors, name, part)
     if plan.engram is not None:
@@ -188,9 +186,7 @@ def _block(build: _Builder, config: ModelConfig, plan: LayerPlan, block: Block, 
         shape = (t.hidden_size * (t.hc_mult + 1), columns)
         build.quantized(f"{prefix}engram.wkv", "fp8_block", shape, (*path, "engram", "wkv"), "engram: projections")
         for name in ("engram.q_weight", "engram.k_weight"):
-            build.vector(
-                prefix + name, "BF16", (*path, "vectors"), block.vectors, name, "engram: projections"
-            )
+            build.vector(prefix + name, "BF16", (*path, "vectors"), block.vectors, name, "engram: projections")
 
 
 def _attention(
@@ -215,9 +211,7 @@ def _attention(
         build.plain(f"{prefix}compressor.wkv.weight", "BF16", shape, w, part)
         if plan.ratio > 1:
             build.plain(f"{prefix}compressor.wgate.weight", "BF16", shape, w, part, offset=math.prod(shape))
-        build.plain(
-            f"{prefix}indexer.wk.weight", "BF16", (t.index_head_dim, t.head_dim), (*at, "indexer", "wk"), part
-        )
+        build.plain(f"{prefix}indexer.wk.weight", "BF16", (t.index_head_dim, t.head_dim), (*at, "indexer", "wk"), part)
     if plan.owns_indexer:
         shape = (t.index_n_heads * t.index_head_dim, t.q_lora_rank)
         build.quantized(f"{prefix}indexer.wq_b", "fp8_block", shape, (*at, "indexer", "wq_b"), part)

@@ -85,6 +85,7 @@ def _leaves(params: Params, config: ModelConfig) -> dict:
         for path, leaf in jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_quantized)[0]
     }
     faults = []
+    like: Any
     for path, like in leaf_shapes(config).items():
         name = ".".join(map(str, path))
         if path not in found:

@@ -117,9 +117,7 @@ class Attention(nnx.Module):
     def output(self, out_BSHK: jax.Array, table: tuple[jax.Array, jax.Array], numerics: Numerics) -> jax.Array:
         """Heads, rotated back, to the residual width: [B, S, D]."""
         out = rope(out_BSHK, table, inverse=True)
-        out = grouped_output_linear(
-            out.reshape(*out.shape[:2], -1), self.wo_a[...], self.config.text_config.o_groups
-        )
+        out = grouped_output_linear(out.reshape(*out.shape[:2], -1), self.wo_a[...], self.config.text_config.o_groups)
         return quantized_linear(out, self.wo_b[...], numerics)
 
     def _window_rows(
@@ -127,10 +125,7 @@ class Attention(nnx.Module):
     ) -> tuple[Rows, LayerCache]:
         """The rows that `step.window_index` points into, and the cache with the new rows in its ring."""
         ring = write_rows(cache.window, step.ring_index(cache.window.shape[1]), rows_BSR)
-        if step.in_place:
-            pool = ring
-        else:
-            pool = jnp.concatenate([cache.window[step.slots], rows_BSR], axis=1)
+        pool = ring if step.in_place else jnp.concatenate([cache.window[step.slots], rows_BSR], axis=1)
         return Rows.flat(pool, layouts.window), dataclasses.replace(cache, window=ring)
 
 

@@ -63,9 +63,7 @@ class MoE(nnx.Module):
         with jax.named_scope("router"):
             routing = self.gate(x_TD, vectors, image_BS.reshape(-1))
         with jax.named_scope("routed_experts"):
-            y = routed_experts(
-                x_TD, routing, valid_BS.reshape(-1), self.w13[...], self.w2[...], limit, numerics
-            )
+            y = routed_experts(x_TD, routing, valid_BS.reshape(-1), self.w13[...], self.w2[...], limit, numerics)
         with jax.named_scope("shared_expert"):
             shared = mlp(x_TD, self.shared_w13[...], self.shared_w2[...], limit, numerics)
         return (y + shared.astype(jnp.float32)).astype(x_BSD.dtype).reshape(x_BSD.shape)

@@ -61,7 +61,7 @@ class V41(nnx.Module):
         self.head = param((t.vocab_size, t.hidden_size))
         shapes = {"norm.weight": (t.hidden_size,)}
         if config.image_token_id is not None:
-            shapes |= {name: (t.hidden_size,) for name in IMAGE_DELIMITERS}
+            shapes |= dict.fromkeys(IMAGE_DELIMITERS, (t.hidden_size,))
         self.vectors = Vectors(shapes)
         # Compressed id of each token, from tokenizer.json.
         self.token_map = param((config.token_map_size,), jnp.int32) if config.token_map_size else None
@@ -80,7 +80,7 @@ class V41(nnx.Module):
         for block in self.layers:
             plan = block.plan
             with jax.named_scope(f"layer_{plan.index}"):
-                if block.engram is not None:
+                if block.engram is not None and plan.engram is not None:
                     h = block.engram(h, rows[plan.engram], block.vectors, ~step.image_mask, numerics)
                 if plan.dspark_tap is not None:
                     taps.append(jnp.mean(h.astype(jnp.float32), axis=2).astype(h.dtype))
@@ -213,9 +213,7 @@ def draft(
     model = _model(params, config, definition)
     assert model.mtp is not None
     greedy = choose or (lambda logits, _: jnp.argmax(logits, axis=-1))
-    return model.mtp.draft(
-        tokens, positions, slots, cache.draft, model.embed[...], model.head[...], greedy, numerics
-    )
+    return model.mtp.draft(tokens, positions, slots, cache.draft, model.embed[...], model.head[...], greedy, numerics)
 
 
 def encode_image(
@@ -242,12 +240,12 @@ def image_table(params: Params, config: ModelConfig, features: jax.Array, numeri
 
 
 __all__ = [
+    "V41",
     "Batch",
     "Draft",
     "ImageRows",
     "Output",
     "Params",
-    "V41",
     "abstract_params",
     "define",
     "draft",

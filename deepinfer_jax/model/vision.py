@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -52,7 +54,7 @@ class Vision(nnx.Module):
             }
         )
 
-    def __call__(self, patches_NP: jax.Array, coords_N2: jax.Array, valid_N: jax.Array, dtype: object) -> jax.Array:
+    def __call__(self, patches_NP: jax.Array, coords_N2: jax.Array, valid_N: jax.Array, dtype: Any) -> jax.Array:
         """Encode one image.
 
         Args:

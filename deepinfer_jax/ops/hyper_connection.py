@@ -68,7 +68,5 @@ def collapse(h_BSCD: jax.Array, pre_BSC: jax.Array) -> jax.Array:
 
 def expand(y_BSD: jax.Array, h_BSCD: jax.Array, site: Mixes) -> jax.Array:
     """New streams: post_k * y + sum_j comb_jk * h_j, [B, S, C, D]: float32 inside, one cast."""
-    mixed = jnp.einsum(
-        "...jk,...jd->...kd", site.comb, h_BSCD.astype(jnp.float32), precision=lax.Precision.HIGHEST
-    )
+    mixed = jnp.einsum("...jk,...jd->...kd", site.comb, h_BSCD.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     return (site.post[..., None] * y_BSD[..., None, :].astype(jnp.float32) + mixed).astype(y_BSD.dtype)

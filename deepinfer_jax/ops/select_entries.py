@@ -71,7 +71,7 @@ def select_entries(
         return map_tiles(tile, (q, weights, visible, limit), QUERY_TILE)
 
     # Index logits are the largest temporary of a step: as many sequences at once as a fixed budget holds.
-    batch, length, heads, _ = q_BSHD.shape
+    length, heads = q_BSHD.shape[1:3]
     one = 4 * min(length, QUERY_TILE) * heads * keys_BND.shape[1]
     entries, blocks = map_sequences(
         one_sequence, (q_BSHD, keys_BND, weights_BSH, visible_BS, limit_blocks), max(1, LOGITS_BYTES // one)

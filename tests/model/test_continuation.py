@@ -95,10 +95,10 @@ def test_after_giving_up_tokens_the_next_ones_are_as_if_they_had_never_been(runn
 
 def test_rollback_refuses_what_the_rings_no_longer_hold(runner):
     _, cache = runner.step(runner.empty(), 0, 20)
-    with pytest.raises(dj.DeepInferError, match="slot 1: holds 20 tokens .* asked to give up 9, at most 8"):
+    with pytest.raises(dj.DeepInferError, match=r"slot 1: holds 20 tokens .* asked to give up 9, at most 8"):
         dj.rollback(cache, jnp.asarray([8, 9]))
     cache = dj.rollback(cache, jnp.asarray([5, 5]))
-    with pytest.raises(dj.DeepInferError, match="slot 0: holds 15 tokens .* asked to give up 4, at most 3"):
+    with pytest.raises(dj.DeepInferError, match=r"slot 0: holds 15 tokens .* asked to give up 4, at most 3"):
         dj.rollback(cache, jnp.asarray([4, 3]))
     with pytest.raises(dj.DeepInferError, match="asked to give up -1"):
         dj.rollback(cache, jnp.asarray([-1, 0]))

@@ -128,12 +128,14 @@ def test_routed_experts_equal_a_loop_over_tokens(tokens):
     experts, k, d, i = 6, 3, 64, 32
     x, w13, w2 = normal(tokens, d), normal(experts, 2 * i, d, seed=1) / 8, normal(experts, d, i, seed=2) / 6
     routing = moe.gate(
-        jnp.asarray(x), jnp.asarray(normal(experts, d, seed=4)), jnp.asarray(normal(1, experts, seed=5)), top_k=k, scale=1.5
+        jnp.asarray(x),
+        jnp.asarray(normal(experts, d, seed=4)),
+        jnp.asarray(normal(1, experts, seed=5)),
+        top_k=k,
+        scale=1.5,
     )
     valid = np.arange(tokens) % 7 != 3
-    got = moe.routed_experts(
-        jnp.asarray(x), routing, jnp.asarray(valid), jnp.asarray(w13), jnp.asarray(w2), 1.0, FP32
-    )
+    got = moe.routed_experts(jnp.asarray(x), routing, jnp.asarray(valid), jnp.asarray(w13), jnp.asarray(w2), 1.0, FP32)
     for t in range(tokens):
         want = np.zeros(d)
         for e, weight in zip(np.asarray(routing.experts[t]), np.asarray(routing.weights[t]), strict=True):
