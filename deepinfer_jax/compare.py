@@ -58,7 +58,7 @@ def read_golden(path: str | Path) -> dict[str, np.ndarray]:
     path = Path(path)
     path = path / "golden.npz" if path.is_dir() else path
     try:
-        with np.load(path, allow_pickle=False) as data:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as data:
             golden = dict(data)
     except FileNotFoundError:
         raise InputError(f"{path}: there is no such file") from None
@@ -118,23 +118,19 @@ def run_sequences(
         part = slice(start, start + (chunk or length))
         shown = None if images is None else ImageRows(images.table, images.index[:, part])
         batch = Batch(whole.tokens[:, part], positions[:, part], slots, shown)
-        out, cache = _forward(params, config, batch, cache, numerics)
+        out, cache = _advance(params, config, batch, cache, numerics)
         logits.append(out.logits)
-        if out.features is not None:
-            features.append(out.features)
-            cache = _context(params, config, out.features, batch, cache, numerics)
-    joined = jnp.concatenate(features, axis=1) if features else None
+        features.append(out.features)
+    joined = jnp.concatenate(features, axis=1) if config.draft_stages else None
     return Output(jnp.concatenate(logits, axis=1), joined), cache, whole
 
 
 @functools.partial(jax.jit, static_argnums=(1, 4))
-def _forward(params: Params, config: ModelConfig, batch: Batch, cache: CacheState, numerics: Numerics):
-    return forward(params, config, batch, cache, numerics=numerics)
-
-
-@functools.partial(jax.jit, static_argnums=(1, 5))
-def _context(params: Params, config: ModelConfig, features, batch: Batch, cache: CacheState, numerics: Numerics):
-    return draft_context(params, config, features, batch, cache, numerics=numerics)
+def _advance(params: Params, config: ModelConfig, batch: Batch, cache: CacheState, numerics: Numerics):
+    out, cache = forward(params, config, batch, cache, numerics=numerics)
+    if out.features is not None:
+        cache = draft_context(params, config, out.features, batch, cache, numerics=numerics)
+    return out, cache
 
 
 @functools.partial(jax.jit, static_argnums=(1, 6))

@@ -167,7 +167,12 @@ class _Leaf:
     def pieces(self, piece_bytes: int) -> list[_Piece]:
         """Cut every distinct shard along axis 0 into pieces of at most `piece_bytes` (one row at least)."""
         shards: dict[tuple[int, int], list[Any]] = collections.defaultdict(list)
-        for device, index in self.sharding.addressable_devices_indices_map(self.shape).items():
+        try:
+            indices = self.sharding.addressable_devices_indices_map(self.shape)
+        except ValueError as error:
+            name = ".".join(map(str, self.path))
+            raise CheckpointError(f"{name} of shape {list(self.shape)} cannot be split by {self.sharding}") from error
+        for device, index in indices.items():
             assert index is not None
             if any(s.indices(n)[:2] != (0, n) for s, n in zip(index[1:], self.shape[1:], strict=True)):
                 raise CheckpointError(f"{self.path}: a sharding may split only the leading axis, found {index}")

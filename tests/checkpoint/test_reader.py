@@ -99,7 +99,7 @@ def test_pieces_of_any_size_give_the_same_tree(data_dir, tiny, piece_bytes):
 def test_leaves_are_read_straight_into_their_shards(data_dir, tiny):
     config, params = tiny
     mesh = jax.make_mesh((2, 4), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
-    split, whole = NamedSharding(mesh, PartitionSpec(("data", "expert"))), NamedSharding(mesh, PartitionSpec())
+    split, whole = NamedSharding(mesh, PartitionSpec("expert")), NamedSharding(mesh, PartitionSpec())
 
     def place(path, _):
         return split if is_split(tuple(k.key for k in path if hasattr(k, "key"))) else whole
@@ -109,8 +109,11 @@ def test_leaves_are_read_straight_into_their_shards(data_dir, tiny):
         got = load_params(data_dir / "v41_tiny", config, shardings=shardings, piece_bytes=piece_bytes, progress=False)
         assert_same(got, params)
         experts = got["layers"][0]["ffn"]["w13"].record
-        assert {s.data.shape for s in experts.addressable_shards} == {(1, experts.shape[1])}
+        assert {s.data.shape for s in experts.addressable_shards} == {(2, experts.shape[1])}
         assert got["head"].sharding == whole
+    everywhere = NamedSharding(mesh, PartitionSpec(("data", "expert")))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.attn\.wqkv_a of shape \[6150\] cannot be split"):
+        load_params(data_dir / "v41_tiny", config, shardings=everywhere, progress=False)
 
 
 def test_a_written_checkpoint_is_the_one_that_was_read(data_dir, tiny, tmp_path):

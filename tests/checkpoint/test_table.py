@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import itertools
 
 import jax
 import pytest
@@ -57,10 +58,10 @@ def test_every_element_of_the_weight_tree_comes_from_exactly_one_tensor(name):
             spans.sort()
             assert spans[0][0] == 0, path
             assert spans[-1][1] == inner, path
-            assert all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False)), path
+            assert all(a[1] == b[0] for a, b in itertools.pairwise(spans)), path
         leads = sorted(by_lead)
         assert leads[0][0] == 0
-        assert all(a[1] == b[0] for a, b in zip(leads, leads[1:], strict=False)), path
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(leads)), path
         padding = (array.shape[0] if has_lead else 1) - leads[-1][1]
         assert padding == 0 or (path[-2:] == ("engram", "embed") and padding < 64)
 
@@ -75,7 +76,7 @@ def test_the_table_of_a_fixture_is_what_its_file_holds(data_dir, name):
 def test_memory_per_device_falls_with_devices_and_adds_up():
     config = ModelConfig.named("deepseek_v41_flash")
     one, eight = memory_per_device(config, 1), memory_per_device(config, 8)
-    leaves = jax.tree.leaves({k: v for k, v in enumerate(leaf_shapes(config).values())})
+    leaves = jax.tree.leaves(dict(enumerate(leaf_shapes(config).values())))
     assert sum(one.values()) == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
     assert eight["copied to each"] == one["copied to each"]
     assert eight["split over devices"] * 8 == pytest.approx(one["split over devices"], abs=8 * len(leaves))
