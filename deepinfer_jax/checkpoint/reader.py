@@ -62,8 +62,8 @@ def load_params(
 ) -> Params:
     """Read a checkpoint into a weight tree on devices.
 
-    Everything is checked before the first byte of a tensor is read. On the host at most `threads` + 1 pieces of
-    `piece_bytes` exist at a time, beside the result where the device is the host itself.
+    Everything is checked before the first byte of a tensor is read. On the host at most 2 * `threads` + 2 pieces of
+    `piece_bytes` exist at a time (blocks, and a temporary of each), beside the result where the device is the host.
 
     Args:
         path: A `.safetensors` file, or a directory with one, or with shards and their index; with Engram also
