@@ -6,7 +6,8 @@
 # prepare_env makes .venv in the repository root, installs the project there (editable, with the extras) and puts it first
 # on PATH. When nothing changed since the last time it does neither, in a fraction of a second.
 
-repo=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# cd prints where it went when an exported CDPATH chose the folder.
+repo=$(CDPATH= cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
 # Version of an interpreter; fails if it does not start (a pyenv shim may be on PATH and still refuse).
 _python_version() {

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -26,6 +25,9 @@ from deepinfer_jax.checkpoint.safetensors_writer import LazyTensor, write_checkp
 from deepinfer_jax.checkpoint.table import tensor_table
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.layer_slice import slice_layers
+
+RUNTIME_MIB = 200
+"""What the runtime takes for the programs that place pieces, and the allocator keeps, whatever the piece size."""
 
 
 def make_config(experts: int) -> ModelConfig:
@@ -49,19 +51,26 @@ def write(directory: Path, config: ModelConfig) -> None:
     (directory / "config.json").write_text(json.dumps(config.to_dict()))
 
 
+def memory(field: str) -> int:
+    """Bytes that Linux counts for this process: `VmRSS` now, `VmHWM` at most. (The peak of `getrusage` survives an
+    exec, so it would be the parent's.)"""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
 def child(directory: str, piece_mib: int) -> None:
     """Read once and print [result bytes, peak growth in bytes, seconds]."""
     import jax
 
     config = ModelConfig.from_file(directory)
     jax.block_until_ready(jax.numpy.zeros(1))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    before = memory("VmRSS")
     start = time.perf_counter()
     params = load_params(directory, config, progress=False, piece_bytes=piece_mib << 20)
     jax.block_until_ready(params)
     seconds = time.perf_counter() - start
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    print(json.dumps([size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before, seconds]))
+    print(json.dumps([size, memory("VmHWM") - before, seconds]))
 
 
 def main() -> None:
@@ -77,11 +86,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.directory) as folder:
         write(Path(folder), make_config(arguments.experts))
         print(f"{'piece':>8} {'result':>10} {'beside it':>10} {'bound':>10} {'rate':>10}")
-        for piece in (16, 64, 256):
+        for piece in (4, 16, 64, 256):
             command = [sys.executable, __file__, "--child", folder, str(piece)]
             out = subprocess.run(command, check=True, capture_output=True, text=True).stdout
             size, growth, seconds = json.loads(out)
-            bound = (2 * THREADS + 2) * piece
+            bound = (2 * THREADS + 2) * piece + RUNTIME_MIB
             print(
                 f"{piece:>4} MiB {size / 2**20:>6.0f} MiB {(growth - size) / 2**20:>6.0f} MiB {bound:>6} MiB "
                 f"{size / 2**30 / seconds:>5.2f} GiB/s"
