@@ -109,7 +109,7 @@ def run_sequences(
 ) -> tuple[Output, CacheState, Batch]:
     """Logits and features of whole sequences [B, S], in one call or in chunks, and the drafter fed with them."""
     batch_size, length = ids.shape
-    cache = init_cache(config, numerics, batch_size, length + config.text_config.dspark_block_size)
+    cache = init_cache(config, numerics, batch_size, length)
     slots = jnp.arange(batch_size, dtype=jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids.shape)
     whole = Batch(jnp.asarray(ids, jnp.int32), positions, slots, images)

@@ -150,6 +150,11 @@ class TextConfig:
     attention_bias: bool = _f(_exactly(False), False)
     tie_word_embeddings: bool = _f(_exactly(False), False)
 
+    def __post_init__(self):
+        # Both null and -1 are written where there is no candidate pool.
+        if self.candidate_source_layer_id == -1:
+            object.__setattr__(self, "candidate_source_layer_id", None)
+
     @property
     def engram_columns(self) -> int:
         """Table rows looked up per token and Engram layer."""

@@ -147,6 +147,13 @@ def test_a_slice_of_layers_is_a_model_at_real_width(first, last):
     abstract_cache(part, Numerics(), 1, 64)
 
 
+def test_minus_one_means_no_candidate_pool(released):
+    released["text_config"]["candidate_source_layer_id"] = -1
+    config = ModelConfig.from_dict(released)
+    assert {p.candidates for p in config.layers} == {None}
+    assert ModelConfig.from_dict(config.to_dict()) == config
+
+
 def test_a_slice_outside_the_model_is_refused():
     with pytest.raises(ConfigError, match=r"layers 38\.\.40"):
         slice_layers(ModelConfig.named("deepseek_v41_flash"), 38, 40)
