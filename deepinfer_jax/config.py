@@ -331,7 +331,10 @@ def _convert(hint: Any, value: Any, where: str, faults: list[str], ignore_unknow
 
 
 def _show(value: Any) -> str:
-    text = json.dumps(value) if isinstance(value, dict | list | str | bool | int | float | None) else repr(value)
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        text = type(value).__name__
     return text if len(text) <= 60 else text[:57] + "..."
 
 

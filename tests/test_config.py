@@ -127,6 +127,15 @@ def test_a_file_that_is_no_json_object_is_named(tmp_path, content):
         ModelConfig.from_file(tmp_path / "other" / "config.json")
 
 
+def test_a_value_nested_too_deeply_to_print_is_named_all_the_same(released):
+    value: list = []
+    for _ in range(100_000):
+        value = [value]
+    released["text_config"]["vocab_size"] = value
+    with pytest.raises(ConfigError, match=r"text_config\.vocab_size: found list, expected int"):
+        ModelConfig.from_dict(released)
+
+
 def test_changing_a_configuration_in_code_is_checked_too():
     config = ModelConfig.named("tiny")
     with pytest.raises(ConfigError, match="engram_layer_ids"):

@@ -267,10 +267,12 @@ def _parse(raw: bytes, prefix: str, faults: list[str]) -> dict[str, Any] | None:
     key_faults: list[str] = []
 
     def pairs_to_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        counts = collections.Counter(key for key, _ in pairs)
-        key_faults.extend(f"{prefix}the key {_label(key)} occurs twice" for key, n in counts.items() if n > 1)
-        key_faults.extend(f"{prefix}the key {_label(key)} is not Unicode text" for key in counts if not is_text(key))
-        return dict(pairs)
+        unique = dict(pairs)
+        if len(unique) < len(pairs):
+            counts = collections.Counter(key for key, _ in pairs)
+            key_faults.extend(f"{prefix}the key {_label(key)} occurs twice" for key, n in counts.items() if n > 1)
+        key_faults.extend(f"{prefix}the key {_label(key)} is not Unicode text" for key in unique if not is_text(key))
+        return unique
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")

@@ -231,6 +231,16 @@ def test_a_faulty_header_is_refused_with_its_reason(kind: str, tmp_path: Path):
     assert len(caught.value.faults) <= 1, "one thing is wrong with it"
 
 
+def test_no_depth_of_nesting_escapes(tmp_path: Path):
+    # Just below the depth that the parser refuses, printing the value would overflow instead.
+    for depth in [*range(1, 1000, 100), *range(1000, 1700, 3)]:
+        nested = b"[" * depth + b"]" * depth
+        header = b'{"a":{"dtype":%b,"shape":[1],"data_offsets":[0,4]}}' % nested
+        (tmp_path / "a.safetensors").write_bytes(file_bytes(header, b"1234"))
+        with pytest.raises(CheckpointError, match=r"nested too deeply|a: dtype"):
+            read_header(tmp_path / "a.safetensors")
+
+
 def test_the_smallest_valid_files_are_accepted(tmp_path: Path):
     for header, data, count in [({}, b"", 0), ({"": entry()}, b"1234", 1), ({"a": entry(shape=(0,), end=0)}, b"", 1)]:
         (tmp_path / "a.safetensors").write_bytes(file_bytes(header, data))
