@@ -52,12 +52,17 @@ def decode_e8m0(byte: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(byte, jnp.float8_e8m0fnu).astype(jnp.float32)
 
 
-def encode_e2m1(v: jax.Array) -> jax.Array:
-    """Codes 0..15 (bit 3 is the sign) of float32 values within +-6."""
+def encode_e2m1(v: jax.Array, scale: jax.Array | None = None) -> jax.Array:
+    """Codes 0..15 (bit 3 is the sign) of float32 v / scale, saturating at +-6.
+
+    |v| is compared with midpoint * scale, a product that is exact (3 significant bits by 4), instead of dividing:
+    quotients of a compiler or an accelerator are not always rounded once, and then a tie falls to the wrong side.
+    """
     magnitude = jnp.abs(v)
     code = jnp.zeros(v.shape, jnp.uint8)
     for i, midpoint in enumerate(_E2M1_MIDPOINTS):
-        above = magnitude >= midpoint if i % 2 else magnitude > midpoint
+        limit = midpoint if scale is None else midpoint * scale
+        above = magnitude >= limit if i % 2 else magnitude > limit
         code = code + above.astype(jnp.uint8)
     return code | (jnp.signbit(v).astype(jnp.uint8) << 3)
 
@@ -89,10 +94,15 @@ def _flat(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
 
 
-def _true_divide(a: jax.Array, b: jax.Array) -> jax.Array:
-    """a / b with one rounding. XLA turns a division by a constant or a broadcast into a product with the
-    reciprocal, which rounds twice and moves quotients that are ties; a barrier hides what b is."""
-    return a / lax.optimization_barrier(jnp.broadcast_to(b, a.shape))
+def _inverse_power(scale: jax.Array) -> jax.Array:
+    """1 / scale for a normal power of two, from its exponent."""
+    return lax.bitcast_convert_type((254 << 23) - lax.bitcast_convert_type(scale, jnp.int32), jnp.float32)
+
+
+def _sixth(a: jax.Array) -> jax.Array:
+    """a / 6 with one rounding, without a division (see `encode_e2m1`): a product, and its exact remainder."""
+    q = a * np.float32(1 / 6)
+    return q + ((a - 4 * q) - 2 * q) * np.float32(1 / 6)
 
 
 def _to_e4m3(v: jax.Array) -> jax.Array:
@@ -106,7 +116,7 @@ def _quantize_fp8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     g = _grouped(x, GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(g), axis=-1, keepdims=True), _FP8_FLOOR)
     scale = power_of_two_ceil(amax * np.float32(1 / E4M3_MAX))
-    return _to_e4m3(jnp.clip(g / scale, -E4M3_MAX, E4M3_MAX)), scale
+    return _to_e4m3(jnp.clip(g * _inverse_power(scale), -E4M3_MAX, E4M3_MAX)), scale
 
 
 def _quantize_fp4(x: jax.Array, scale_format: Literal["e4m3", "e8m0"]) -> tuple[jax.Array, jax.Array]:
@@ -115,11 +125,10 @@ def _quantize_fp4(x: jax.Array, scale_format: Literal["e4m3", "e8m0"]) -> tuple[
     amax = jnp.max(jnp.abs(g), axis=-1, keepdims=True)
     if scale_format == "e4m3":
         amax = jnp.maximum(amax, _FP4_E4M3_FLOOR)
-        quotient = _true_divide(amax, jnp.full_like(amax, E2M1_MAX))
-        scale = _to_e4m3(jnp.minimum(quotient, E4M3_MAX)).astype(jnp.float32)
-        return encode_e2m1(jnp.clip(_true_divide(g, scale), -E2M1_MAX, E2M1_MAX)), scale
-    scale = power_of_two_ceil(jnp.maximum(amax, _FP4_E8M0_FLOOR) * np.float32(1 / E2M1_MAX))
-    return encode_e2m1(jnp.clip(g / scale, -E2M1_MAX, E2M1_MAX)), scale
+        scale = _to_e4m3(jnp.minimum(_sixth(amax), E4M3_MAX)).astype(jnp.float32)
+    else:
+        scale = power_of_two_ceil(jnp.maximum(amax, _FP4_E8M0_FLOOR) * np.float32(1 / E2M1_MAX))
+    return encode_e2m1(g, scale), scale
 
 
 # ------------------------------------------------------------------- round trips and packed rows
@@ -266,7 +275,7 @@ def quantize_weight(w: jax.Array, fmt: WeightFormat) -> QuantizedTensor:
     p = jnp.pad(w, pad).reshape(*lead, -(-rows // tile), tile, -(-cols // GROUP), GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(p), axis=(-3, -1), keepdims=True), _FP8_FLOOR)
     scale = power_of_two_ceil(amax * np.float32(1 / E4M3_MAX))
-    code = jnp.clip(p / scale, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
+    code = jnp.clip(p * _inverse_power(scale), -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn)
     code = code.reshape(*lead, p.shape[-4] * tile, p.shape[-2] * GROUP)[..., :rows, :cols]
     return QuantizedTensor.from_parts(
         lax.bitcast_convert_type(code, jnp.uint8), encode_e8m0(scale)[..., :, 0, :, 0], fmt, (rows, cols)

@@ -161,7 +161,7 @@ def forward(
     same values.
 
     Args:
-        params: Weights, quantised or expanded (`checkpoint.expand`).
+        params: Weights, quantised or expanded (`checkpoint.reader.expand_params`).
         batch: Tokens with their positions and slots.
         cache: What the slots hold. Pages for the new length must be reserved.
         numerics: Which roundings apply; the cache must have been made with the same.

@@ -232,13 +232,16 @@ def test_a_faulty_header_is_refused_with_its_reason(kind: str, tmp_path: Path):
 
 
 def test_no_depth_of_nesting_escapes(tmp_path: Path):
-    # Just below the depth that the parser refuses, printing the value would overflow instead.
-    for depth in [*range(1, 1000, 100), *range(1000, 1700, 3)]:
+    # Just below the depth that the parser refuses (Python's choice), printing the value would overflow instead.
+    for depth in [*range(1, 1400, 100), *range(1400, 1600)]:
         nested = b"[" * depth + b"]" * depth
         header = b'{"a":{"dtype":%b,"shape":[1],"data_offsets":[0,4]}}' % nested
-        (tmp_path / "a.safetensors").write_bytes(file_bytes(header, b"1234"))
+        (tmp_path / SINGLE_FILE).write_bytes(file_bytes(header, b"1234"))
         with pytest.raises(CheckpointError, match=r"nested too deeply|a: dtype"):
-            read_header(tmp_path / "a.safetensors")
+            read_header(tmp_path / SINGLE_FILE)
+        (tmp_path / INDEX_FILE).write_bytes(nested)
+        with pytest.raises(CheckpointError, match=r"nested too deeply|found \[|a deeply nested list"):
+            open_checkpoint(tmp_path)
 
 
 def test_the_smallest_valid_files_are_accepted(tmp_path: Path):
