@@ -234,7 +234,7 @@ def test_a_faulty_header_is_refused_with_its_reason(kind: str, tmp_path: Path):
 def test_no_depth_of_nesting_escapes(tmp_path: Path):
     # Just below the depth that the parser refuses (Python's choice), printing the value would overflow instead.
     for depth in [*range(1, 1400, 100), *range(1400, 1600)]:
-        nested = b"[" * depth + b"]" * depth
+        nested = b"[" * depth + b"1" + b"]" * depth
         header = b'{"a":{"dtype":%b,"shape":[1],"data_offsets":[0,4]}}' % nested
         (tmp_path / SINGLE_FILE).write_bytes(file_bytes(header, b"1234"))
         with pytest.raises(CheckpointError, match=r"nested too deeply|a: dtype"):
