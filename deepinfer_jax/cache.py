@@ -210,15 +210,16 @@ def reserve(cache: CacheState, config: ModelConfig, lengths: jax.Array) -> tuple
 
 
 def release(cache: CacheState, slots: jax.Array, *, keep_pages: bool = False) -> CacheState:
-    """Empty the slots (int32[n], distinct). With `keep_pages` their own pages stay reserved for reuse."""
-    lengths = cache.lengths.at[slots].set(0)
-    written = cache.written.at[slots].set(0)
+    """Empty the slots (int32[n], distinct; `num_slots` names none). With `keep_pages` their own pages stay reserved."""
+    lengths = cache.lengths.at[slots].set(0, mode="drop")
+    written = cache.written.at[slots].set(0, mode="drop")
     cache = dataclasses.replace(cache, lengths=lengths, written=written)
     if keep_pages:
         return cache
-    held = cache.block_table[slots]
+    held = cache.block_table.at[slots].get(mode="fill", fill_value=-1)
     refs = cache.page_refs.at[jnp.where(held < 0, cache.page_refs.shape[0], held)].add(-1, mode="drop")
-    return dataclasses.replace(cache, block_table=cache.block_table.at[slots].set(-1), page_refs=refs)
+    table = cache.block_table.at[slots].set(-1, mode="drop")
+    return dataclasses.replace(cache, block_table=table, page_refs=refs)
 
 
 def rollback(cache: CacheState, drop: jax.Array) -> CacheState:
@@ -244,7 +245,7 @@ def rollback(cache: CacheState, drop: jax.Array) -> CacheState:
 
 
 def fork(cache: CacheState, config: ModelConfig, source: jax.Array, target: jax.Array) -> tuple[CacheState, jax.Array]:
-    """Make slot `target` continue the sequence of slot `source` (int32 scalars).
+    """Make slot `target` continue the sequence of slot `source` (int32 scalars; target `num_slots` names none).
 
     Full pages are shared; a page that the source may still write is copied into a fresh one. The target's own
     pages go back to the pool first.
@@ -253,39 +254,47 @@ def fork(cache: CacheState, config: ModelConfig, source: jax.Array, target: jax.
         The new cache and a bool scalar: False when no page was free. The cache is unchanged then.
     """
     page = page_tokens(config)
+    exists = target < cache.num_slots
+    held = cache.block_table.at[target].get(mode="fill", fill_value=-1)
     freed = release(cache, target[None])
-    length = cache.lengths[source]
     # Rolling back may reopen a page that is full now, so only pages below every possible length are shared.
     shared = jnp.maximum(0, cache.written[source] - ROLLBACK) // page
     blocks = jnp.arange(cache.block_table.shape[1])
-    row = jnp.where(blocks < shared, cache.block_table[source], -1)
+    row = jnp.where((blocks < shared) & exists, cache.block_table[source], -1)
     refs = freed.page_refs.at[jnp.where(row < 0, freed.page_refs.shape[0], row)].add(1, mode="drop")
     forked = dataclasses.replace(
         freed,
-        lengths=freed.lengths.at[target].set(length),
-        written=freed.written.at[target].set(cache.written[source]),
-        block_table=freed.block_table.at[target].set(row),
+        lengths=freed.lengths.at[target].set(cache.lengths[source], mode="drop"),
+        written=freed.written.at[target].set(cache.written[source], mode="drop"),
+        block_table=freed.block_table.at[target].set(row, mode="drop"),
         page_refs=refs,
     )
     # The target keeps as much room as it had reserved, so that it can go on like before.
-    room = jnp.sum(cache.block_table[target] >= 0) * page
-    wanted = jnp.where(jnp.arange(cache.num_slots) == target, jnp.maximum(cache.written[source], room), 0)
-    forked, fits = reserve(forked, config, wanted)
-    copied = jnp.where((blocks >= shared) & (forked.block_table[target] >= 0), forked.block_table[target], -1)
+    room = jnp.maximum(cache.written[source], jnp.sum(held >= 0) * page)
+    forked, fits = reserve(forked, config, jnp.where(jnp.arange(cache.num_slots) == target, room, 0))
+    # Small arrays are chosen whole; pools and rings are written in place, or not at all.
+    forked = dataclasses.replace(
+        forked,
+        lengths=jnp.where(fits, forked.lengths, cache.lengths),
+        written=jnp.where(fits, forked.written, cache.written),
+        block_table=jnp.where(fits, forked.block_table, cache.block_table),
+        page_refs=jnp.where(fits, forked.page_refs, cache.page_refs),
+    )
+    new = forked.block_table.at[target].get(mode="fill", fill_value=-1)
+    copied = jnp.where(fits & (blocks >= shared) & (new >= 0), new, cache.page_refs.shape[0])
+    slot = jnp.where(fits, target, cache.num_slots)
 
     def copy_pages(pool: jax.Array | None) -> jax.Array | None:
         if pool is None:
             return None
-        content = pool[jnp.maximum(cache.block_table[source], 0)]
-        return pool.at[jnp.where(copied < 0, pool.shape[0], copied)].set(content, mode="drop")
+        return pool.at[copied].set(pool[jnp.maximum(cache.block_table[source], 0)], mode="drop")
 
     def copy_slot(ring: jax.Array | None) -> jax.Array | None:
-        return None if ring is None else ring.at[target].set(ring[source])
+        return None if ring is None else ring.at[slot].set(ring[source], mode="drop")
 
     layers = tuple(
         LayerCache(copy_slot(c.window), copy_pages(c.compressed), copy_pages(c.index_keys), copy_slot(c.pending))  # type: ignore[arg-type]
         for c in cache.layers
     )
     draft = tuple(copy_slot(ring) for ring in cache.draft)
-    forked = dataclasses.replace(forked, layers=layers, draft=draft, engram=copy_slot(cache.engram))
-    return jax.tree.map(lambda new, old: jnp.where(fits, new, old), forked, cache), fits
+    return dataclasses.replace(forked, layers=layers, draft=draft, engram=copy_slot(cache.engram)), fits  # type: ignore[arg-type]

@@ -18,11 +18,13 @@ from flax import nnx
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.formats import QuantizedTensor, WeightFormat, weight_bytes
 from deepinfer_jax.layer_plan import LayerPlan
-from deepinfer_jax.model.block import SITES, Block
+from deepinfer_jax.model.block import Block
+from deepinfer_jax.model.hyper_connection import SITES
 from deepinfer_jax.model.moe import expert_counts
 from deepinfer_jax.model.v41 import IMAGE_DELIMITERS, V41
+from deepinfer_jax.parallel.mesh import is_split
 
-TRANSFORM_VERSION = 1
+TRANSFORM_VERSION = 2
 """Raise when the same files would give another weight tree: saved trees of older versions are then made anew."""
 
 ITEM_BYTES = {"F8_E4M3": 1, "F8_E8M0": 1, "I8": 1, "BF16": 2, "F32": 4}
@@ -170,7 +172,7 @@ def _block(build: _Builder, config: ModelConfig, plan: LayerPlan, block: Block, 
     mix, width = t.hc_mult * (t.hc_mult + 2), t.hc_mult * t.hidden_size
     for i, site in enumerate(SITES):
         part = f"{group}: norms, mixes"
-        build.plain(f"{prefix}hc_{site}_fn", "F32", (mix, width), (*path, "hc_fn"), part, offset=i * mix * width)
+        build.plain(f"{prefix}hc_{site}_fn", "F32", (mix, width), (*path, "hc", "fn"), part, offset=i * mix * width)
         for name in (f"hc_{site}_base", f"hc_{site}_scale"):
             build.vector(prefix + name, "F32", (*path, "vectors"), block.vectors, name, part)
     if plan.engram is not None:
@@ -294,8 +296,3 @@ def memory_per_device(config: ModelConfig, devices: int) -> dict[str, int]:
         else:
             total["copied to each"] += size
     return total
-
-
-def is_split(path: Path) -> bool:
-    """Whether a leaf is split along its leading axis over all devices (routed experts, Engram tables)."""
-    return path[-2:] in (("ffn", "w13"), ("ffn", "w2"), ("engram", "embed"))

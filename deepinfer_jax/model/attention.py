@@ -13,6 +13,7 @@ from deepinfer_jax.cache import LayerCache, Layouts
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.layer_plan import LayerPlan
 from deepinfer_jax.model.module import Vectors, param, quantized
+from deepinfer_jax.model.run import Run
 from deepinfer_jax.model.step import Step
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.linear import grouped_output_linear, linear, quantized_linear
@@ -58,7 +59,7 @@ class Attention(nnx.Module):
         cache: LayerCache,
         source: LayerCache | None,
         selection: Selection | None,
-        numerics: Numerics,
+        run: Run,
     ) -> tuple[jax.Array, LayerCache, Selection | None]:
         """Attend and update what the layer owns.
 
@@ -69,6 +70,7 @@ class Attention(nnx.Module):
         Returns:
             Output [B, S, D], the layer's new cache, and the selection that later layers read.
         """
+        numerics = run.numerics
         layouts, ratio = Layouts.of(self.config, numerics), self.plan.ratio
         qr, q_BSHK, kv_BSK = self.project(x_BSD, vectors, step.rope(self.plan.rope), numerics)
         window, cache = self._window_rows(layouts.window.encode(kv_BSK), step, cache, layouts)
@@ -84,6 +86,7 @@ class Attention(nnx.Module):
                 keys = layouts.index_key.decode(step.gather_pool(source.index_keys))
                 selection = self.indexer(x_BSD, qr, keys, step, selection, layouts, numerics)
             assert selection is not None
+            run.tap("entries", selection.entries)
             compressed = Rows.flat(source.compressed, layouts.compressed)
             index = step.pool_index(selection.entries, ratio)
             index = index.reshape(-1, index.shape[-1])

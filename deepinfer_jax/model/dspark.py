@@ -13,6 +13,7 @@ from deepinfer_jax.cache import Layouts
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.block import Block
 from deepinfer_jax.model.module import Vectors, param, quantized
+from deepinfer_jax.model.run import Run
 from deepinfer_jax.model.step import Step
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.hyper_connection import collapse
@@ -76,14 +77,14 @@ class DSpark(nnx.Module):
         embed_VD: jax.Array,
         head_VD: jax.Array,
         choose: Callable[[jax.Array, int], jax.Array],
-        numerics: Numerics,
+        run: Run,
     ) -> Draft:
         """One block after the accepted token at `positions_B`; features of all earlier positions are in `rings`.
 
         Args:
             choose: (logits[B, V], k) -> token ids [B] of draft step k.
         """
-        t = self.config.text_config
+        t, numerics = self.config.text_config, run.numerics
         n = t.dspark_block_size
         noise = jnp.full((tokens_B.shape[0], n - 1), t.dspark_noise_token_id, tokens_B.dtype)
         h = embed_VD[jnp.concatenate([tokens_B[:, None], noise], axis=1)].astype(numerics.dtype)
@@ -101,7 +102,7 @@ class DSpark(nnx.Module):
                     ),
                     everywhere,
                     ~everywhere,
-                    numerics,
+                    run.at(f"mtp.{m}"),
                 )
         y = collapse(h, pre)
         base = linear(rms_norm(y, self.vectors["norm.weight"], t.rms_norm_eps), head_VD, jnp.float32)

@@ -9,10 +9,11 @@ from flax import nnx
 from deepinfer_jax import engram_hash
 from deepinfer_jax.cache import CacheState
 from deepinfer_jax.config import ModelConfig, engram_primes
+from deepinfer_jax.formats import QuantizedTensor
 from deepinfer_jax.layer_plan import LayerPlan
 from deepinfer_jax.model.module import Vectors, quantized
+from deepinfer_jax.model.run import Run
 from deepinfer_jax.model.step import Step
-from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.engram import addresses, engram_gate
 from deepinfer_jax.ops.linear import quantized_linear
 from deepinfer_jax.ops.rows import write_rows
@@ -36,20 +37,27 @@ class Engram(nnx.Module):
         assert plan.engram is not None
         t = config.text_config
         self.config = config
-        rows = -(-t.engram_num_embeddings[plan.engram] // TABLE_MULTIPLE) * TABLE_MULTIPLE
-        self.embed = quantized("fp8_row", 1, t.engram_head_dim, (rows,))
+        self.rows = -(-t.engram_num_embeddings[plan.engram] // TABLE_MULTIPLE) * TABLE_MULTIPLE
+        self.embed = quantized("fp8_row", 1, t.engram_head_dim, (self.rows,))
         self.wkv = quantized("fp8_block", t.hidden_size * (t.hc_mult + 1), t.engram_columns * t.engram_head_dim)
 
     def __call__(
-        self, h_BSCD: jax.Array, rows_BSK: jax.Array, vectors: Vectors, open_BS: jax.Array, numerics: Numerics
+        self, h_BSCD: jax.Array, rows_BSK: jax.Array, vectors: Vectors, open_BS: jax.Array, run: Run
     ) -> jax.Array:
         """Streams plus memory. `rows_BSK` are table rows; the gate is shut where `open_BS` is False."""
         t = self.config.text_config
+        run.tap("engram.rows", rows_BSK)
         table = self.embed[...]
-        picked = table[rows_BSK]
+        packed = isinstance(table, QuantizedTensor)
+        # A plain table (for training) is [rows, 1, width], as its quantised form decodes.
+        data = table.record if packed else table[:, 0]
+        picked = run.exchange.lookup(data, rows_BSK.reshape(-1, rows_BSK.shape[-1]), self.rows)
         # Rows are bfloat16 after the lookup in every mode; e4m3 times a power of two is exact in it.
-        memory = picked.decode(h_BSCD.dtype) if hasattr(picked, "decode") else picked.astype(h_BSCD.dtype)
-        kv = quantized_linear(memory.reshape(*rows_BSK.shape[:2], -1), self.wkv[...], numerics)
+        if packed:
+            memory = QuantizedTensor(picked, table.fmt, table.shape).decode(h_BSCD.dtype)
+        else:
+            memory = picked.astype(h_BSCD.dtype)
+        kv = quantized_linear(memory.reshape(*rows_BSK.shape[:2], -1), self.wkv[...], run.numerics)
         key, value = jnp.split(kv, [t.hc_mult * t.hidden_size], axis=-1)
         qk = vectors["engram.q_weight"] * vectors["engram.k_weight"]
         return engram_gate(h_BSCD, key.reshape(h_BSCD.shape), value, qk, open_BS, t.rms_norm_eps)

@@ -9,7 +9,7 @@ from flax import nnx
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.layer_plan import LayerPlan
 from deepinfer_jax.model.module import Vectors, param, quantized
-from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.model.run import Run
 from deepinfer_jax.ops.moe import Routing, gate, mlp, routed_experts
 
 
@@ -47,7 +47,7 @@ class MoE(nnx.Module):
     def __init__(self, config: ModelConfig, plan: LayerPlan):
         t = config.text_config
         experts = expert_counts(config, plan)[0]
-        self.config = config
+        self.config, self.num_experts = config, experts
         self.gate = Router(config, plan)
         # w1 (gate) and w3 (up) read the same input: one matrix, w1's rows first.
         self.w13 = quantized("fp4", 2 * t.moe_intermediate_size, t.hidden_size, (experts,))
@@ -56,14 +56,19 @@ class MoE(nnx.Module):
         self.shared_w2 = quantized("fp8_block", t.hidden_size, t.moe_intermediate_size)
 
     def __call__(
-        self, x_BSD: jax.Array, vectors: Vectors, valid_BS: jax.Array, image_BS: jax.Array, numerics: Numerics
+        self, x_BSD: jax.Array, vectors: Vectors, valid_BS: jax.Array, image_BS: jax.Array, run: Run
     ) -> jax.Array:
         limit = self.config.text_config.swiglu_limit
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         with jax.named_scope("router"):
             routing = self.gate(x_TD, vectors, image_BS.reshape(-1))
+        run.tap("experts", routing.experts.reshape(*x_BSD.shape[:2], -1))
+        run.tap("weights", routing.weights.reshape(*x_BSD.shape[:2], -1))
         with jax.named_scope("routed_experts"):
-            y = routed_experts(x_TD, routing, valid_BS.reshape(-1), self.w13[...], self.w2[...], limit, numerics)
+            w13, w2 = self.w13[...], self.w2[...]
+            y = routed_experts(
+                x_TD, routing, valid_BS.reshape(-1), w13, w2, self.num_experts, limit, run.numerics, run.exchange
+            )
         with jax.named_scope("shared_expert"):
-            shared = mlp(x_TD, self.shared_w13[...], self.shared_w2[...], limit, numerics)
+            shared = mlp(x_TD, self.shared_w13[...], self.shared_w2[...], limit, run.numerics)
         return (y + shared.astype(jnp.float32)).astype(x_BSD.dtype).reshape(x_BSD.shape)

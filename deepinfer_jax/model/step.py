@@ -9,7 +9,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from deepinfer_jax.cache import ROLLBACK, CacheState, page_tokens, window_ring
+from deepinfer_jax.cache import ROLLBACK, CacheState, page_tokens, pages_per_slot, window_ring
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.ops.norm_rope import rope_table
 
@@ -49,6 +49,9 @@ class Batch:
 class Step:
     """Positions, index lists and tables shared by all layers of one call. Exists at trace time only.
 
+    Args:
+        context: Most tokens that a sequence of the batch has after the call; the pages beyond are not looked at.
+
     Attributes:
         positions: int32[B, S]; valid: bool[B, S]; slots: int32[B].
         start: int32[B] first position; end: int32[B] length after the call.
@@ -58,7 +61,7 @@ class Step:
         image_mask: bool[B, S].
     """
 
-    def __init__(self, config: ModelConfig, batch: Batch, cache: CacheState):
+    def __init__(self, config: ModelConfig, batch: Batch, cache: CacheState, context: int | None = None):
         self.config = config
         self.positions, self.slots = batch.positions, batch.slots
         self.valid = batch.positions >= 0
@@ -66,7 +69,8 @@ class Step:
         self.start = jnp.maximum(batch.positions[:, 0], 0)
         self.end = self.start + self.count
         self.num_slots = cache.num_slots
-        self.block_table = cache.block_table[self.slots]
+        blocks = cache.block_table.shape[1] if context is None else pages_per_slot(config, context)
+        self.block_table = cache.block_table[self.slots, :blocks]
         self.image_mask = jnp.zeros_like(self.valid) if batch.images is None else batch.images.index >= 0
         self.in_place = batch.tokens.shape[1] <= ROLLBACK + 1
         self.window_index = self._window_index()

@@ -23,9 +23,11 @@ from deepinfer_jax.model.block import Block
 from deepinfer_jax.model.dspark import Draft, DSpark, to_streams
 from deepinfer_jax.model.engram import lookback_rows
 from deepinfer_jax.model.module import Vectors, param
+from deepinfer_jax.model.run import Run
 from deepinfer_jax.model.step import Batch, ImageRows, Step
 from deepinfer_jax.model.vision import Vision
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.ops.exchange import LOCAL, Exchange
 from deepinfer_jax.ops.hyper_connection import collapse
 from deepinfer_jax.ops.linear import linear
 from deepinfer_jax.ops.norm_rope import rms_norm
@@ -33,21 +35,26 @@ from deepinfer_jax.ops.norm_rope import rms_norm
 Params = dict[str, Any]
 """The weights: a nested dict of arrays and QuantizedTensors."""
 
+Logits = Literal["all", "last", "none"]
+"""Positions whose logits are computed."""
+
 IMAGE_DELIMITERS = ("image_start", "image_end", "image_newline")
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["logits", "features"], meta_fields=[])
+@partial(jax.tree_util.register_dataclass, data_fields=["logits", "features", "taps"], meta_fields=[])
 @dataclasses.dataclass(frozen=True)
 class Output:
     """Result of `forward`.
 
     Attributes:
         logits: float32[B, S, V], or [B, V] of each row's last token, or None.
-        features: [B, S, taps * D] for the drafter, or None without one.
+        features: [B, S, layers * D] of some layers, for the drafter, or None without one.
+        taps: The intermediates that were asked for, by name.
     """
 
     logits: jax.Array | None
     features: jax.Array | None
+    taps: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
 class V41(nnx.Module):
@@ -69,32 +76,34 @@ class V41(nnx.Module):
         self.vision = Vision(config) if config.vision_config else None
 
     def __call__(
-        self, batch: Batch, cache: CacheState, numerics: Numerics, logits: Literal["all", "last", "none"]
+        self, batch: Batch, cache: CacheState, run: Run, logits: Logits, context: int | None
     ) -> tuple[Output, CacheState]:
-        step = Step(self.config, batch, cache)
-        h, pre = to_streams(self.embed_tokens(batch, numerics), self.config.text_config.hc_mult)
+        step = Step(self.config, batch, cache, context)
+        x = self.embed_tokens(batch, run.numerics)
+        run.tap("embed", x)
+        h, pre = to_streams(x, self.config.text_config.hc_mult)
         history, rows = cache.engram, []
         if self.token_map is not None:
             rows, history = lookback_rows(self.config, self.token_map[...], batch.tokens, step, cache)
-        caches, taps, selection = list(cache.layers), [], None
+        caches, features, selection = list(cache.layers), [], None
         for block in self.layers:
-            plan = block.plan
+            plan, inside = block.plan, run.at(f"layers.{block.plan.index}")
             with jax.named_scope(f"layer_{plan.index}"):
                 if block.engram is not None and plan.engram is not None:
-                    h = block.engram(h, rows[plan.engram], block.vectors, ~step.image_mask, numerics)
+                    h = block.engram(h, rows[plan.engram], block.vectors, ~step.image_mask, inside)
                 if plan.dspark_tap is not None:
-                    taps.append(jnp.mean(h.astype(jnp.float32), axis=2).astype(h.dtype))
+                    features.append(jnp.mean(h.astype(jnp.float32), axis=2).astype(h.dtype))
                 source = None if plan.kv_source is None else caches[plan.kv_source]
                 held = {}
 
-                def attend(x: jax.Array, block=block, source=source, selection=selection, held=held) -> jax.Array:
+                def attend(x: jax.Array, block=block, run=inside, source=source, selection=selection, held=held):
                     i = block.plan.index
                     y, held["cache"], held["selection"] = block.attn(
-                        x, block.vectors, step, caches[i], source, selection, numerics
+                        x, block.vectors, step, caches[i], source, selection, run.at("attn")
                     )
                     return y
 
-                h, pre = block(h, pre, attend, step.valid, step.image_mask, numerics)
+                h, pre = block(h, pre, attend, step.valid, step.image_mask, inside)
                 caches[plan.index], selection = held["cache"], held["selection"]
         end = jnp.where(step.count > 0, step.end, 0)
         cache = dataclasses.replace(
@@ -104,8 +113,10 @@ class V41(nnx.Module):
             layers=tuple(caches),
             engram=history,
         )
-        features = jnp.concatenate(taps, axis=-1) if taps else None
-        return Output(self.logits(collapse(h, pre), step, logits), features), cache
+        y = collapse(h, pre)
+        run.tap("hidden", y)
+        joined = jnp.concatenate(features, axis=-1) if features else None
+        return Output(self.logits(y, step, logits), joined, run.tapped()), cache
 
     def embed_tokens(self, batch: Batch, numerics: Numerics) -> jax.Array:
         """[B, S, D] token embeddings, or the rows of images where they stand."""
@@ -115,7 +126,7 @@ class V41(nnx.Module):
         rows = batch.images.table[jnp.maximum(batch.images.index, 0)].astype(numerics.dtype)
         return jnp.where((batch.images.index >= 0)[..., None], rows, x)
 
-    def logits(self, y_BSD: jax.Array, step: Step, which: Literal["all", "last", "none"]) -> jax.Array | None:
+    def logits(self, y_BSD: jax.Array, step: Step, which: Logits) -> jax.Array | None:
         """Final norm and head, in float32."""
         if which == "none":
             return None
@@ -130,15 +141,30 @@ class V41(nnx.Module):
 # ------------------------------------------------------------------------------------ pure functions
 
 
+Change = Callable[[V41], None]
+"""A fork: replaces parts of a model before it is split."""
+
+
 @functools.lru_cache(maxsize=32)
-def define(config: ModelConfig) -> nnx.GraphDef[V41]:
-    """The module without weights. To fork the model, build `V41(config)`, replace parts, and `nnx.split` it."""
-    return nnx.split(V41(config))[0]
+def define(config: ModelConfig, change: Change | None = None) -> nnx.GraphDef[V41]:
+    """The module without weights: static and hashable.
+
+    Args:
+        change: Replaces parts (`model.layers[3].ffn.gate = MyRouter(...)`) before the split.
+    """
+    return nnx.split(_built(config, change))[0]
 
 
-def abstract_params(config: ModelConfig) -> Params:
+def abstract_params(config: ModelConfig, change: Change | None = None) -> Params:
     """The weight tree as `jax.ShapeDtypeStruct`s, quantised as in the checkpoint. Nothing is allocated."""
-    return nnx.to_pure_dict(nnx.split(V41(config))[1])
+    return nnx.to_pure_dict(nnx.split(_built(config, change))[1])
+
+
+def _built(config: ModelConfig, change: Change | None) -> V41:
+    model = V41(config)
+    if change is not None:
+        change(model)
+    return model
 
 
 def _model(params: Params, config: ModelConfig, definition: nnx.GraphDef[V41] | None) -> V41:
@@ -152,7 +178,10 @@ def forward(
     cache: CacheState,
     *,
     numerics: Numerics = Numerics(),  # noqa: B008 - frozen
-    logits: Literal["all", "last", "none"] = "all",
+    logits: Logits = "all",
+    taps: tuple[str, ...] = (),
+    context: int | None = None,
+    exchange: Exchange = LOCAL,
     definition: nnx.GraphDef[V41] | None = None,
 ) -> tuple[Output, CacheState]:
     """Run the tokens of a batch through the model.
@@ -166,12 +195,19 @@ def forward(
         cache: What the slots hold. Pages for the new length must be reserved.
         numerics: Which roundings apply; the cache must have been made with the same.
         logits: For which positions to compute them.
-        definition: A changed model; by default V4.1 of `config`.
+        taps: Intermediates to return, by name or `fnmatch` pattern: `layers.*.ffn.experts`.
+        context: Most tokens that a sequence of the batch has after the call, when that is known to be less than what
+            the cache has room for: compressed entries beyond are not scored.
+        exchange: Inside a `shard_map`, which mesh axes split rows and experts; arrays are this device's share.
+        definition: A changed model (`define(config, change)`); by default V4.1 of `config`.
 
     Returns:
         Output and the new cache.
+
+    Raises:
+        InputError: A tap that matches nothing.
     """
-    return _model(params, config, definition)(batch, cache, numerics, logits)
+    return _model(params, config, definition)(batch, cache, Run(numerics, exchange, taps), logits, context)
 
 
 def draft_context(
@@ -201,6 +237,7 @@ def draft(
     *,
     choose: Callable[[jax.Array, int], jax.Array] | None = None,
     numerics: Numerics = Numerics(),  # noqa: B008
+    exchange: Exchange = LOCAL,
     definition: nnx.GraphDef[V41] | None = None,
 ) -> Draft:
     """Draft a block of `dspark_block_size` tokens after an accepted one.
@@ -213,7 +250,8 @@ def draft(
     model = _model(params, config, definition)
     assert model.mtp is not None
     greedy = choose or (lambda logits, _: jnp.argmax(logits, axis=-1))
-    return model.mtp.draft(tokens, positions, slots, cache.draft, model.embed[...], model.head[...], greedy, numerics)
+    run = Run(numerics, exchange)
+    return model.mtp.draft(tokens, positions, slots, cache.draft, model.embed[...], model.head[...], greedy, run)
 
 
 def encode_image(
@@ -242,6 +280,7 @@ def image_table(params: Params, config: ModelConfig, features: jax.Array, numeri
 __all__ = [
     "V41",
     "Batch",
+    "Change",
     "Draft",
     "ImageRows",
     "Output",

@@ -10,6 +10,7 @@ from jax import lax
 
 from deepinfer_jax.formats import QuantizedTensor
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.ops.exchange import LOCAL, Exchange
 from deepinfer_jax.ops.linear import linear, quantized_linear
 
 
@@ -61,24 +62,56 @@ def routed_experts(
     valid_T: jax.Array,
     w13: jax.Array | QuantizedTensor,
     w2: jax.Array | QuantizedTensor,
+    num_experts: int,
     limit: float,
     numerics: Numerics,
+    exchange: Exchange = LOCAL,
 ) -> jax.Array:
     """float32[T, D]: the routed experts' outputs, summed in the order of expert ids.
 
-    Rows are sorted by expert into tiles of one expert each, so that the arithmetic of a row does not depend on
-    how many others chose its expert, no row is dropped, and an expert without rows costs nothing.
+    Where devices share the experts, rows go to all of them, every device runs its own experts, and the outputs come
+    back one by one, so that the sum has the same order on any number of devices.
 
     Args:
         valid_T: Rows that count; the others give 0.
-        w13: [E, 2 I, D], gate rows first; w2: [E, D, I].
+        w13: [E, 2 I, D], gate rows first; w2: [E, D, I]. E of `num_experts` where `exchange` splits them.
     """
-    tokens, k = routing.experts.shape
+    held = (w13.record if isinstance(w13, QuantizedTensor) else w13).shape[0]
+    pair_expert = jnp.where(valid_T[:, None], routing.experts, num_experts)
+    if not exchange.is_split(held, num_experts):
+        outputs = _expert_outputs(x_TD, pair_expert, routing.weights, w13, w2, limit, numerics)
+    else:
+        with jax.named_scope("dispatch"):
+            every_x, every_expert, every_weight = map(exchange.gather, (x_TD, pair_expert, routing.weights))
+        local = every_expert - exchange.first(held, num_experts)
+        local = jnp.where((local >= 0) & (local < held), local, held)
+        outputs = _expert_outputs(every_x, local, every_weight, w13, w2, limit, numerics)
+        with jax.named_scope("combine"):
+            outputs = exchange.reduce(outputs)
+    total = jnp.zeros(x_TD.shape, jnp.float32)
+    for j in range(outputs.shape[1]):
+        total = total + outputs[:, j].astype(jnp.float32)
+    return total
+
+
+def _expert_outputs(
+    x_TD: jax.Array,
+    pair_expert_Tk: jax.Array,
+    weights_Tk: jax.Array,
+    w13: jax.Array | QuantizedTensor,
+    w2: jax.Array | QuantizedTensor,
+    limit: float,
+    numerics: Numerics,
+) -> jax.Array:
+    """[T, k, D]: the weighted output of each chosen expert; 0 where the expert id is E (none).
+
+    Rows are sorted by expert into tiles of one expert each, so that the arithmetic of a row does not depend on
+    how many others chose its expert, no row is dropped, and an expert without rows costs nothing.
+    """
+    tokens, k = pair_expert_Tk.shape
     num_experts = (w13.record if isinstance(w13, QuantizedTensor) else w13).shape[0]
-    tile = 8 if tokens <= 64 else 32
-    pair_expert = jnp.where(valid_T[:, None], routing.experts, num_experts).reshape(-1)
-    tiles = _tile_rows(pair_expert, num_experts, tile)
-    pair_weight = routing.weights.reshape(-1)
+    tiles = _tile_rows(pair_expert_Tk.reshape(-1), num_experts, 8 if tokens <= 64 else 32)
+    pair_weight = weights_Tk.reshape(-1)
 
     def one_tile(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         expert, pair = args
@@ -93,11 +126,7 @@ def routed_experts(
 
     out = lax.map(one_tile, (tiles.expert, tiles.pair)).reshape(-1, x_TD.shape[1])
     rows = jnp.where(tiles.row_of_pair >= 0, tiles.row_of_pair, 0)
-    picked = jnp.where((tiles.row_of_pair >= 0)[:, None], out[rows], 0).reshape(tokens, k, -1)
-    total = jnp.zeros(x_TD.shape, jnp.float32)
-    for j in range(k):
-        total = total + picked[:, j].astype(jnp.float32)
-    return total
+    return jnp.where((tiles.row_of_pair >= 0)[:, None], out[rows], 0).reshape(tokens, k, -1)
 
 
 class _Tiles(NamedTuple):

@@ -1,0 +1,1 @@
+"""From requests to results: scheduling, text, and the `LLM` class."""

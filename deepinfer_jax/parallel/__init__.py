@@ -1,0 +1,1 @@
+"""Several devices: the mesh, and where every array of the model lies on it."""
