@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from deepinfer_jax.cache import LayerCache, Layouts
+from deepinfer_jax.cache import ROLLBACK, LayerCache, Layouts
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.layer_plan import LayerPlan
 from deepinfer_jax.model.module import Vectors, param, quantized
@@ -164,13 +164,17 @@ class Compressor(nnx.Module):
             # float32: the release upcasts this projection.
             rows = linear(x_BSD, self.w[...], jnp.float32).reshape(*x_BSD.shape[:2], 2, t.head_dim)
             assert cache.pending is not None
-            run = jnp.concatenate([step.before(cache.pending, ratio - 1), rows], axis=1)
-            group = jnp.stack([run[:, i : i + x_BSD.shape[1]] for i in range(ratio)], axis=2)
-            share = jax.nn.softmax(group[..., 1, :], axis=2)
-            pooled = jnp.sum(group[..., 0, :] * share, axis=2).astype(x_BSD.dtype)
             flat = cache.pending.reshape(*cache.pending.shape[:2], -1)
             index = step.ring_index(flat.shape[1])
             pending = write_rows(flat, index, rows.reshape(*rows.shape[:2], -1)).reshape(cache.pending.shape)
+            # The ring holds a short call's rows beside those before it, so it can be read after the write, which then
+            # needs no copy of it.
+            short = x_BSD.shape[1] <= ROLLBACK
+            before = step.before(pending if short else cache.pending, ratio - 1)
+            run = jnp.concatenate([before, rows], axis=1)
+            group = jnp.stack([run[:, i : i + x_BSD.shape[1]] for i in range(ratio)], axis=2)
+            share = jax.nn.softmax(group[..., 1, :], axis=2)
+            pooled = jnp.sum(group[..., 0, :] * share, axis=2).astype(x_BSD.dtype)
             cache = dataclasses.replace(cache, pending=pending)
         values = rms_norm(pooled, vectors["attn.compressor.norm.weight"], t.rms_norm_eps)
         complete = step.valid & ((step.positions + 1) % ratio == 0)

@@ -68,4 +68,9 @@ def write_rows(pool: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
     """
     flat = pool.reshape(-1, pool.shape[-1])
     index = jnp.where(index < 0, flat.shape[0], index).reshape(-1)
-    return flat.at[index].set(rows.reshape(-1, pool.shape[-1]), mode="drop").reshape(pool.shape)
+    rows = rows.reshape(-1, pool.shape[-1])
+    if index.shape[0] == 1:
+        # XLA turns a scatter of one row into a read and an update of the pool, and copies the whole pool for it.
+        index = jnp.concatenate([index, jnp.full_like(index, flat.shape[0])])
+        rows = jnp.concatenate([rows, rows])
+    return flat.at[index].set(rows, mode="drop").reshape(pool.shape)

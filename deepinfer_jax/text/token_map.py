@@ -69,7 +69,7 @@ def load_token_map(path: str | os.PathLike[str], *, vocab_size: int, compressed_
     """
     file = Path(path)
     file = file / TOKENIZER_FILE if file.is_dir() else file
-    tokenizer = _read(file)
+    tokenizer = parse_tokenizer(read_tokenizer_text(file), str(file))
     highest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
     count = max(highest + 1, tokenizer.get_vocab_size(with_added_tokens=True))
     if count > vocab_size:
@@ -100,7 +100,12 @@ def _normalizer() -> normalizers.Sequence:
     return normalizers.Sequence(steps)
 
 
-def _read(file: Path) -> Tokenizer:
+def read_tokenizer_text(file: Path) -> str:
+    """Read a `tokenizer.json`.
+
+    Raises:
+        TokenizerError: If there is no such file, or it is not readable JSON.
+    """
     try:
         text = file.read_text(encoding="utf-8")
         json.loads(text)
@@ -108,7 +113,20 @@ def _read(file: Path) -> Tokenizer:
         raise TokenizerError(f"{file}: there is no such file") from None
     except (OSError, ValueError, RecursionError) as error:
         raise TokenizerError(f"{file}: not a readable JSON file: {error}") from None
+    return text
+
+
+def parse_tokenizer(text: str, name: str) -> Tokenizer:
+    """The tokenizer that a `tokenizer.json` describes.
+
+    Args:
+        text: What the file holds.
+        name: Where it comes from, for the message of an error.
+
+    Raises:
+        TokenizerError: If the text is no tokenizer of the `tokenizers` package.
+    """
     try:
         return Tokenizer.from_str(text)
     except Exception as error:  # the binding raises plain Exception for every fault
-        raise TokenizerError(f"{file}: not a tokenizer of the `tokenizers` package: {error}") from None
+        raise TokenizerError(f"{name}: not a tokenizer of the `tokenizers` package: {error}") from None
