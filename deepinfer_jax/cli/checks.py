@@ -1,4 +1,4 @@
-"""The command line: `deepinfer-jax inspect` and `deepinfer-jax compare`."""
+"""`inspect` and `compare`: what is in a checkpoint, and whether it computes what another implementation computes."""
 
 from __future__ import annotations
 
@@ -6,21 +6,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from deepinfer_jax.cli.common import EXIT_DIFFERS, bad_input, console
 from deepinfer_jax.errors import DeepInferError
 
-app = typer.Typer(
-    help="DeepSeek-V4.1-Flash as pure JAX functions.", no_args_is_help=True, pretty_exceptions_enable=False
-)
-console = Console()
-error_console = Console(stderr=True)
 
-EXIT_DIFFERS = 1
-EXIT_BAD_INPUT = 2
-
-
-@app.command()
 def inspect(
     path: Annotated[Path, typer.Argument(help="A checkpoint directory or file, or a config.json.")],
     devices: Annotated[int, typer.Option(help="Devices for the memory estimate.", min=1)] = 1,
@@ -36,7 +26,7 @@ def inspect(
     try:
         faults = report.inspect(path, devices, console)
     except DeepInferError as error:
-        raise _bad_input(error) from None
+        raise bad_input(error) from None
     if faults:
         shown = faults if all_faults else faults[:50]
         for fault in shown:
@@ -46,7 +36,6 @@ def inspect(
         raise typer.Exit(EXIT_DIFFERS)
 
 
-@app.command()
 def compare(
     directory: Annotated[Path, typer.Argument(help="A checkpoint directory with golden.npz.")],
     golden: Annotated[Path | None, typer.Option(help="Another golden.npz.")] = None,
@@ -86,14 +75,5 @@ def compare(
         )
         passed = report.comparison(results, console)
     except DeepInferError as error:
-        raise _bad_input(error) from None
+        raise bad_input(error) from None
     raise typer.Exit(0 if passed else EXIT_DIFFERS)
-
-
-def _bad_input(error: DeepInferError) -> typer.Exit:
-    error_console.print(f"[red]error[/red] {error}", highlight=False, soft_wrap=True)
-    return typer.Exit(EXIT_BAD_INPUT)
-
-
-if __name__ == "__main__":
-    app()

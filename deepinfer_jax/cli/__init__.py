@@ -1,0 +1,17 @@
+"""The command line. Every command exits with 2 on bad input."""
+
+from __future__ import annotations
+
+import typer
+
+from deepinfer_jax.cli.chat import chat
+from deepinfer_jax.cli.checks import compare, inspect
+from deepinfer_jax.cli.generate import generate
+
+app = typer.Typer(
+    help="DeepSeek-V4.1-Flash as pure JAX functions.", no_args_is_help=True, pretty_exceptions_enable=False
+)
+for command in (generate, chat, inspect, compare):
+    app.command()(command)
+
+__all__ = ["app"]
