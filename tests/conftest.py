@@ -4,7 +4,10 @@ from pathlib import Path
 
 import hypothesis
 import jax
+import numpy as np
 import pytest
+
+import deepinfer_jax as dj
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -27,3 +30,16 @@ hypothesis.settings.load_profile("deepinfer_jax")
 def data_dir() -> Path:
     """Folder of golden data and small checkpoints."""
     return ROOT / "tests" / "data"
+
+
+@pytest.fixture(scope="session")
+def tiny(data_dir: Path) -> dj.LLM:
+    """The tiny checkpoint in float32, eight slots: what most tests of generation share, programs included."""
+    return dj.LLM(data_dir / "v41_tiny", numerics="fp32", max_length=256, steps=4, progress=False)
+
+
+@pytest.fixture(scope="session")
+def ragged() -> list[list[int]]:
+    """Fifty prompts of many lengths, the image and noise ids left out."""
+    rng = np.random.default_rng(17)
+    return [rng.integers(2, 126, length).tolist() for length in rng.integers(1, 90, 50)]

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from deepinfer_jax.cli.chat import chat
-from deepinfer_jax.cli.checks import compare, inspect
-from deepinfer_jax.cli.generate import generate
+from deepinfer_jax.cli import chat, checks, generate
 
 app = typer.Typer(
     help="DeepSeek-V4.1-Flash as pure JAX functions.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-for command in (generate, chat, inspect, compare):
+for command in (generate.generate, chat.chat, checks.inspect, checks.compare):
     app.command()(command)
 
 __all__ = ["app"]

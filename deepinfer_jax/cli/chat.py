@@ -96,7 +96,7 @@ def _messages(message: str | None, file: Path | None, system: str | None) -> lis
             raise InputError(f"{file}: found {type(messages).__name__}, expected a list of messages")
         return messages if system is None else [_system(system), *messages]
     if message is None:
-        if sys.stdin.isatty():
+        if common.at_terminal():
             return None
         message = common.read_text(Path("-"))
     return [*([] if system is None else [_system(system)]), {"role": "user", "content": message}]

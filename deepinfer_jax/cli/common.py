@@ -84,6 +84,11 @@ def bad_input(error: DeepInferError) -> typer.Exit:
     return typer.Exit(EXIT_BAD_INPUT)
 
 
+def at_terminal() -> bool:
+    """Whether somebody can type."""
+    return sys.stdin.isatty()
+
+
 def read_text(file: Path) -> str:
     """A UTF-8 file, or stdin for `-`. Raises InputError."""
     try:

@@ -35,8 +35,8 @@ def generate(
         Format | None,
         typer.Option(
             "--format",
-            help="text: the file is one prompt. lines: one per line. jsonl: one object per line, with prompt or "
-            "token_ids, and any sampling parameters. Default jsonl for *.jsonl, else text.",
+            help="text: the file, without its last line break, is one prompt. lines: one per line. jsonl: one object "
+            "per line, with prompt or token_ids, and any sampling parameters. Default jsonl for *.jsonl, else text.",
         ),
     ] = None,
     output: Annotated[Path | None, typer.Option(help="Write the results there, as JSON lines.")] = None,
@@ -114,14 +114,14 @@ def read_prompts(
     if prompt is not None:
         return [prompt], [sampling]
     if file is None:
-        if sys.stdin.isatty():
+        if common.at_terminal():
             raise InputError("no prompt: give one as an argument, with --file, or on stdin")
         file = Path("-")
     text = common.read_text(file)
     if file_format is None:
         file_format = Format.jsonl if file.suffix == ".jsonl" else Format.text
     if file_format is Format.text:
-        return [text], [sampling]
+        return [text.removesuffix("\n").removesuffix("\r")], [sampling]
     if file_format is Format.lines:
         prompts: list[Any] = [line for line in text.splitlines() if line.strip()]
         return prompts, [sampling] * len(prompts)

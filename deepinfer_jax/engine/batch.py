@@ -66,11 +66,12 @@ def generate(
     """
     each = params_of_each(sampling, len(prompts))
     length = needed_length(prompts, each, config) if max_length is None else max_length
+    sizes = Sizes(batch_size, length, steps, chunk)
     requests = check_requests(prompts, each, config, length, seed=seed)
     mesh = make_mesh() if mesh is None else mesh
     params = jax.device_put(params, param_shardings(params, mesh))
     made = programs(Setup(config, numerics, Layout.of(mesh, batch_size), definition, sampler))
-    happened = run(made, params, requests, Sizes(batch_size, length, steps, chunk))
+    happened = run(made, params, requests, sizes)
     return sorted((p.output for p in happened if p.output is not None), key=lambda output: output.index)
 
 

@@ -96,34 +96,30 @@ def is_split(path: Path) -> bool:
     return path[-2:] in (("ffn", "w13"), ("ffn", "w2"), ("engram", "embed"))
 
 
-def param_spec(path: Path, length: int, devices: int) -> P:
-    """Spec of one weight.
+def param_specs(params: Any, devices: int) -> Any:
+    """Specs of a weight tree (of arrays or of shapes).
 
     A stage with fewer experts than devices (a small drafter) is held by each device whole.
 
-    Args:
-        path: Of the leaf in the weight tree.
-        length: Its leading axis.
-
     Raises:
-        InputError: A leading axis that does not divide.
+        InputError: With every leaf whose leading axis does not divide over the devices.
     """
-    if not is_split(path) or length < devices:
-        return P()
-    if length % devices:
-        what = "table rows" if path[-1] == "embed" else "experts"
-        raise InputError(f"{'.'.join(map(str, path))}: {length} {what} do not divide over {devices} devices")
-    return P(AXES)
-
-
-def param_specs(params: Any, devices: int) -> Any:
-    """Specs of a weight tree (of arrays or of shapes)."""
+    faults: list[str] = []
 
     def one(keys: Any, leaf: Any) -> P:
-        array = leaf.record if isinstance(leaf, QuantizedTensor) else leaf
-        return param_spec(tuple(k.key for k in keys), array.shape[0], devices)
+        path = tuple(k.key for k in keys)
+        length = (leaf.record if isinstance(leaf, QuantizedTensor) else leaf).shape[0]
+        if not is_split(path) or length < devices:
+            return P()
+        if length % devices:
+            what = "table rows" if path[-1] == "embed" else "experts"
+            faults.append(f"{'.'.join(map(str, path))}: {length} {what}")
+        return P(AXES)
 
-    return jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda x: isinstance(x, QuantizedTensor))
+    specs = jax.tree_util.tree_map_with_path(one, params, is_leaf=lambda x: isinstance(x, QuantizedTensor))
+    if faults:
+        raise InputError(f"weights that do not divide over {devices} devices", faults)
+    return specs
 
 
 def param_shardings(params: Any, mesh: Mesh) -> Any:
