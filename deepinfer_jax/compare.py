@@ -15,6 +15,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from deepinfer_jax.cache import CacheState, init_cache
 from deepinfer_jax.config import ModelConfig
@@ -22,6 +24,7 @@ from deepinfer_jax.errors import InputError
 from deepinfer_jax.images import Patches
 from deepinfer_jax.model.v41 import Batch, ImageRows, Output, Params, draft, draft_context, forward
 from deepinfer_jax.numerics import NAMED, Numerics
+from deepinfer_jax.parallel.mesh import Layout, make_mesh, param_shardings, param_specs
 from deepinfer_jax.prompt import expand_images, image_rows
 
 TOLERANCE = 1e-4
@@ -78,6 +81,7 @@ def compare(
     chunk: int | None = None,
     tolerance: float = TOLERANCE,
     strict: bool = False,
+    mesh: Mesh | None = None,
 ) -> Iterator[Comparison]:
     """Run every golden that is there and compare.
 
@@ -88,14 +92,17 @@ def compare(
     Args:
         tags: Numerics to run; by default those found.
         chunk: Cut sequences into calls of this many tokens.
+        mesh: Devices to run on, one by default.
     """
+    mesh = make_mesh() if mesh is None else mesh
+    params = jax.device_put(params, param_shardings(params, mesh))
     found = tuple(t for t in NAMED if f"{t}.logits" in golden)
     for tag in found if tags is None else tags:
         if tag not in found:
             raise InputError(f"golden.npz has no {tag}.logits; it has {', '.join(found) or 'no tag'}")
-        yield from _compare_tag(params, config, golden, tag, chunk, tolerance, strict)
+        yield from _compare_tag(params, config, golden, tag, chunk, tolerance, strict, mesh)
     if "vl.logits" in golden and config.vision_config is not None and (tags is None or "fp32_kv" in tags):
-        yield from _compare_image(params, config, golden, chunk, tolerance, strict)
+        yield from _compare_image(params, config, golden, chunk, tolerance, strict, mesh)
 
 
 def run_sequences(
@@ -106,11 +113,15 @@ def run_sequences(
     *,
     chunk: int | None = None,
     images: ImageRows | None = None,
+    layout: Layout | None = None,
 ) -> tuple[Output, CacheState, Batch]:
     """Logits and features of whole sequences [B, S], in one call or in chunks, and the drafter fed with them."""
     batch_size, length = ids.shape
-    cache = init_cache(config, numerics, batch_size, length)
-    slots = jnp.arange(batch_size, dtype=jnp.int32)
+    layout = Layout.of(make_mesh(), batch_size) if layout is None else layout
+    local = batch_size // layout.shards
+    cache = jax.jit(layout.spmd(lambda: init_cache(config, numerics, local, length), (), layout.rows))()
+    # Slots are numbered on each device.
+    slots = jnp.arange(batch_size, dtype=jnp.int32) % local
     positions = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), ids.shape)
     whole = Batch(jnp.asarray(ids, jnp.int32), positions, slots, images)
     logits, features = [], []
@@ -118,31 +129,60 @@ def run_sequences(
         part = slice(start, start + (chunk or length))
         shown = None if images is None else ImageRows(images.table, images.index[:, part])
         batch = Batch(whole.tokens[:, part], positions[:, part], slots, shown)
-        out, cache = _advance(params, config, batch, cache, numerics)
+        out, cache = _advance(params, config, batch, cache, numerics, layout)
         logits.append(out.logits)
         features.append(out.features)
     joined = jnp.concatenate(features, axis=1) if config.draft_stages else None
     return Output(jnp.concatenate(logits, axis=1), joined), cache, whole
 
 
-@functools.partial(jax.jit, static_argnums=(1, 4))
-def _advance(params: Params, config: ModelConfig, batch: Batch, cache: CacheState, numerics: Numerics):
-    out, cache = forward(params, config, batch, cache, numerics=numerics)
-    if out.features is not None:
-        cache = draft_context(params, config, out.features, batch, cache, numerics=numerics)
-    return out, cache
+def _fill(rows: np.ndarray, mesh: Mesh) -> np.ndarray:
+    """Rows [B, ...] and as many copies of the last one as the mesh needs to have the same number everywhere."""
+    extra = -len(rows) % mesh.shape["data"]
+    return np.concatenate([rows, np.repeat(rows[-1:], extra, axis=0)])
 
 
-@functools.partial(jax.jit, static_argnums=(1, 6))
-def _draft(params: Params, config: ModelConfig, tokens, positions, slots, cache: CacheState, numerics: Numerics):
-    return draft(params, config, tokens, positions, slots, cache, numerics=numerics)
+@functools.partial(jax.jit, static_argnums=(1, 4, 5))
+def _advance(params: Params, config: ModelConfig, batch: Batch, cache: CacheState, numerics: Numerics, layout: Layout):
+    exchange, rows = layout.exchange, layout.rows
+
+    def share(params: Params, batch: Batch, cache: CacheState):
+        out, cache = forward(params, config, batch, cache, numerics=numerics, exchange=exchange)
+        if out.features is not None:
+            cache = draft_context(params, config, out.features, batch, cache, numerics=numerics)
+        return out, cache
+
+    images = None if batch.images is None else ImageRows(P(), rows)  # type: ignore[arg-type]
+    specs = (param_specs(params, layout.mesh.size), Batch(rows, rows, rows, images), rows)  # type: ignore[arg-type]
+    return layout.spmd(share, specs, rows)(params, batch, cache)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 6, 7))
+def _draft(
+    params: Params, config: ModelConfig, tokens, positions, slots, cache: CacheState, numerics: Numerics, layout: Layout
+):
+    def share(params: Params, tokens, positions, slots, cache: CacheState):
+        return draft(params, config, tokens, positions, slots, cache, numerics=numerics, exchange=layout.exchange)
+
+    specs = (param_specs(params, layout.mesh.size), *[layout.rows] * 4)
+    return layout.spmd(share, specs, layout.rows)(params, tokens, positions, slots, cache)
 
 
 def _compare_tag(
-    params: Params, config: ModelConfig, golden: dict, tag: str, chunk: int | None, tolerance: float, strict: bool
+    params: Params,
+    config: ModelConfig,
+    golden: dict,
+    tag: str,
+    chunk: int | None,
+    tolerance: float,
+    strict: bool,
+    mesh: Mesh,
 ) -> Iterator[Comparison]:
     numerics, ids = Numerics.named(tag), golden["ids"]
-    out, cache, batch = run_sequences(params, config, ids, numerics, chunk=chunk)
+    filled = _fill(ids, mesh)
+    layout = Layout.of(mesh, len(filled))
+    out, cache, batch = run_sequences(params, config, filled, numerics, chunk=chunk, layout=layout)
+    out = jax.tree.map(lambda rows: rows[: len(ids)], out)
     judge = functools.partial(_judge, tag=tag, tolerance=tolerance, strict=strict)
     yield judge(out.logits, golden[f"{tag}.logits"], what="logits", argmax=True)
     moved = np.zeros(len(ids), bool)
@@ -152,8 +192,9 @@ def _compare_tag(
         moved = (_rows(out.features, golden[f"{tag}.feats"])[:, -window:] > tolerance).any(axis=1)
     if config.draft_stages and f"{tag}.draft_ids" in golden:
         want = golden[f"{tag}.draft_ids"]
-        end = jnp.full(len(ids), ids.shape[1], jnp.int32)
-        drafted = _draft(params, config, jnp.asarray(want[:, 0], jnp.int32), end, batch.slots, cache, numerics)
+        tokens, end = _fill(want[:, 0].astype(np.int32), mesh), np.full(len(filled), ids.shape[1], np.int32)
+        drafted = _draft(params, config, tokens, end, batch.slots, cache, numerics, layout)
+        drafted = jax.tree.map(lambda rows: rows[: len(ids)], drafted)
         # A draft that reads a moved feature says nothing about the drafter: it is left out, or only reported when
         # there is no other.
         keep = np.ones(len(ids), bool) if tag == "fp32" or strict else ~moved
@@ -173,7 +214,7 @@ def _compare_tag(
 
 
 def _compare_image(
-    params: Params, config: ModelConfig, golden: dict, chunk: int | None, tolerance: float, strict: bool
+    params: Params, config: ModelConfig, golden: dict, chunk: int | None, tolerance: float, strict: bool, mesh: Mesh
 ) -> Iterator[Comparison]:
     numerics = Numerics.named("fp32_kv")
     rows, cols, at, span = (int(v) for v in golden["vl.grid"])
@@ -185,9 +226,12 @@ def _compare_image(
     table = image_rows(params, config, [image], numerics)
     judge = functools.partial(_judge, tag="image", tolerance=tolerance, strict=strict)
     yield judge(table[None, 3:], golden["vl.features"][None], what="vision features", argmax=False)
-    images = ImageRows(table, jnp.asarray(prompt.image_index)[None])
-    out, _, _ = run_sequences(params, config, prompt.ids[None], numerics, chunk=chunk, images=images)
-    yield judge(out.logits, golden["vl.logits"], what="logits", argmax=True)
+    images = ImageRows(table, jnp.asarray(_fill(prompt.image_index[None], mesh)))
+    filled = _fill(prompt.ids[None], mesh)
+    layout = Layout.of(mesh, len(filled))
+    out, _, _ = run_sequences(params, config, filled, numerics, chunk=chunk, images=images, layout=layout)
+    assert out.logits is not None
+    yield judge(out.logits[:1], golden["vl.logits"], what="logits", argmax=True)
 
 
 def _rows(got: object, want: np.ndarray) -> np.ndarray:

@@ -38,7 +38,8 @@ def cache_shapes(state):
 
 def test_the_jaxprs_have_no_effects(setup, tiny):
     state = jax.eval_shape(lambda: programs(setup).init(8, 256))
-    batch = Batch(*(jnp.zeros((2, 16), jnp.int32),) * 2, jnp.arange(2))
+    empty = jnp.zeros((2, 16), jnp.int32)
+    batch = Batch(empty, empty, jnp.arange(2))
     for f in (
         lambda p, s: decode(p, setup, s, steps=4, context=256, top_logprobs=3),
         lambda p, s: prefill(p, setup, s, batch, context=256),

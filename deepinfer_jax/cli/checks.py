@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from deepinfer_jax.cli import common
 from deepinfer_jax.cli.common import EXIT_DIFFERS, bad_input, console
 from deepinfer_jax.errors import DeepInferError
 
@@ -46,17 +47,22 @@ def compare(
     quantized: Annotated[
         bool, typer.Option("--quantized", help="Keep weights quantised and decode them where they are used.")
     ] = False,
+    data: common.Data = 1,
+    expert: common.Expert = 1,
 ) -> None:
     """Check a checkpoint against golden outputs of another implementation.
 
     Exits with 0 when everything agrees, 1 when something does not, 2 on bad input.
     """
+    common.prepare_devices(data * expert)
     from deepinfer_jax import checkpoint, report
     from deepinfer_jax.compare import compare as run
     from deepinfer_jax.compare import read_golden
     from deepinfer_jax.numerics import Numerics
+    from deepinfer_jax.parallel.mesh import make_mesh
 
     try:
+        mesh = make_mesh(data, expert)
         arrays = read_golden(golden or directory)
         for name in tag or ():
             Numerics.named(name)
@@ -72,6 +78,7 @@ def compare(
             chunk=chunk,
             tolerance=tolerance,
             strict=strict,
+            mesh=mesh,
         )
         passed = report.comparison(results, console)
     except DeepInferError as error:

@@ -57,12 +57,18 @@ Stop = Annotated[
 ]
 
 
-def prepare_devices(devices: int, compile_cache: Path | None) -> None:
-    """Set JAX up before it is used: virtual devices on a CPU, and compiled programs kept for the next start."""
+def prepare_devices(devices: int) -> None:
+    """Ask for virtual devices on a CPU. JAX must not have been used yet."""
     import jax
 
     if devices > 1:
         jax.config.update("jax_num_cpu_devices", devices)
+
+
+def keep_compiled(compile_cache: Path | None) -> None:
+    """Keep compiled programs for the next start."""
+    import jax
+
     # A folder that JAX was told about otherwise stays.
     if compile_cache is not None or jax.config.jax_compilation_cache_dir is None:
         folder = compile_cache or Path.home() / ".cache" / "deepinfer-jax"
@@ -72,7 +78,8 @@ def prepare_devices(devices: int, compile_cache: Path | None) -> None:
 
 def open_llm(path: Path, *, compile_cache: Path | None, data: int, expert: int, **options: Any) -> LLM:
     """An LLM for a command."""
-    prepare_devices(data * expert, compile_cache)
+    prepare_devices(data * expert)
+    keep_compiled(compile_cache)
     from deepinfer_jax.engine.llm import LLM
 
     return LLM(path, data=data, expert=expert, **options)

@@ -19,7 +19,8 @@ SIZES = ["--numerics", "fp32", "--max-length", "256", "--steps", "4"]
 @pytest.fixture(autouse=True)
 def _devices_of_the_tests(monkeypatch):
     """The tests have set JAX up already, with their own compile cache."""
-    monkeypatch.setattr(common, "prepare_devices", lambda devices, compile_cache: None)
+    monkeypatch.setattr(common, "prepare_devices", lambda devices: None)
+    monkeypatch.setattr(common, "keep_compiled", lambda compile_cache: None)
 
 
 @pytest.fixture
