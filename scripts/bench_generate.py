@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of every prompt")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate per prompt")
     parser.add_argument("--steps", default="8", help="tokens per dispatch, for instance 1,4,16")
+    parser.add_argument("--chunk", type=int, default=256, help="tokens of a prefill call")
     parser.add_argument("--numerics", default="released")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=3)
@@ -95,7 +96,7 @@ def main() -> None:
         setup = Setup(config, numerics, Layout.of(dj.make_mesh(), batch))
         bare = dataclasses.replace(setup, definition=dj.define(config, no_layers))
         for steps in map(int, args.steps.split(",")):
-            sizes = Sizes(batch, length, steps)
+            sizes = Sizes(batch, length, steps, args.chunk)
             run = best(programs(setup), params, requests, sizes, args.repeats)
             first = best(programs(setup), params, one, sizes, args.repeats)
             empty = best(programs(bare), bare_params, requests, sizes, args.repeats)

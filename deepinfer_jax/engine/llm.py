@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import jax
 from flax import nnx
@@ -28,9 +28,11 @@ from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.parallel.mesh import Layout, make_mesh, param_shardings
 from deepinfer_jax.sampling import Sampler, sample
 from deepinfer_jax.sampling_params import SamplingParams
-from deepinfer_jax.text.chat import ChatEncoder, ChatPrompt, ChatReply, Piece
 from deepinfer_jax.text.token_map import TOKENIZER_FILE
 from deepinfer_jax.text.tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    from deepinfer_jax.text.chat import ChatEncoder, ChatPrompt, ChatReply, Piece
 
 Prompt = str | Sequence[int]
 """Text, or token ids."""
@@ -291,6 +293,9 @@ class LLM:
     @functools.cached_property
     def chat_encoder(self) -> ChatEncoder:
         """Writes conversations as prompts and reads replies. Raises TokenizerError where that cannot be."""
+        # Only chat needs deepseek-recipe.
+        from deepinfer_jax.text.chat import ChatEncoder
+
         return ChatEncoder(self._tokenizer("chat"))
 
     def warm_up(self, logprobs: Sequence[int | None] = (None,)) -> None:

@@ -135,7 +135,9 @@ def test_routed_experts_equal_a_loop_over_tokens(tokens):
         scale=1.5,
     )
     valid = np.arange(tokens) % 7 != 3
-    got = moe.routed_experts(jnp.asarray(x), routing, jnp.asarray(valid), jnp.asarray(w13), jnp.asarray(w2), w13.shape[0], 1.0, FP32)
+    got = moe.routed_experts(
+        jnp.asarray(x), routing, jnp.asarray(valid), jnp.asarray(w13), jnp.asarray(w2), w13.shape[0], 1.0, FP32
+    )
     for t in range(tokens):
         want = np.zeros(d)
         for e, weight in zip(np.asarray(routing.experts[t]), np.asarray(routing.weights[t]), strict=True):
