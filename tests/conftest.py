@@ -1,5 +1,6 @@
 """Settings shared by all tests: strict numerics, eight CPU devices, compiled functions kept on disk."""
 
+import gc
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +25,20 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 # The first example of a property may include a compilation, so time per example says nothing.
 hypothesis.settings.register_profile("deepinfer_jax", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("deepinfer_jax")
+
+
+_MOST_MAPS = 35_000
+"""Of the 65,530 memory maps that Linux gives a process; compiled programs take hundreds each, and the next one that
+does not fit ends the process."""
+
+
+@pytest.fixture(autouse=True)
+def _few_programs():
+    """Drops compiled programs before there are too many; those needed again come from the cache on disk."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")
