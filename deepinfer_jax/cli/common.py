@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -107,14 +109,19 @@ def read_text(file: Path) -> str:
         raise InputError(f"{file}: byte {error.start} is not UTF-8") from None
 
 
-def write_text(file: Path, text: str) -> None:
-    """Write a file whole or not at all. Raises InputError."""
+@contextlib.contextmanager
+def whole_file(file: Path) -> Iterator[TextIO]:
+    """A file to write, which exists when the block has ended well and not before. That it can be written is known
+    when the block begins. Raises InputError."""
     part = file.with_name(file.name + ".part")
     try:
-        part.write_text(text, encoding="utf-8")
+        with part.open("w", encoding="utf-8") as stream:
+            yield stream
         os.replace(part, file)
     except OSError as error:
         raise InputError(f"{file}: {error.strerror or error}") from None
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def read_json(file: Path) -> Any:

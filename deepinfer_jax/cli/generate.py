@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from enum import StrEnum
@@ -123,7 +124,7 @@ def read_prompts(
     if file_format is Format.text:
         return [text.removesuffix("\n").removesuffix("\r")], [sampling]
     if file_format is Format.lines:
-        prompts: list[Any] = [line for line in text.splitlines() if line.strip()]
+        prompts: list[Any] = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
         return prompts, [sampling] * len(prompts)
     return _json_lines(text, file, sampling)
 
@@ -164,17 +165,15 @@ def _batch(llm: LLM, prompts: list[Any], each: list[SamplingParams], output: Pat
     from deepinfer_jax.engine.outputs import Interrupted
 
     interrupted = None
-    try:
-        results = llm.generate(prompts, each)
-    except Interrupted as stopped:
-        interrupted, results = stopped, stopped.finished
-    lines = [json.dumps(result.to_dict(), ensure_ascii=False) for result in results]
-    if output is not None:
-        common.write_text(output, "".join(f"{line}\n" for line in lines))
-    elif as_json:
-        sys.stdout.writelines(f"{line}\n" for line in lines)
-    else:
-        _print(results)
+    with contextlib.nullcontext(sys.stdout) if output is None else common.whole_file(output) as stream:
+        try:
+            results = llm.generate(prompts, each)
+        except Interrupted as stopped:
+            interrupted, results = stopped, stopped.finished
+        if as_json or output is not None:
+            stream.writelines(json.dumps(result.to_dict(), ensure_ascii=False) + "\n" for result in results)
+        else:
+            _print(results)
     if interrupted is not None:
         common.error_console.print(str(interrupted), highlight=False)
         raise typer.Exit(common.EXIT_INTERRUPTED)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -18,7 +19,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.batch import Progressed, run
 from deepinfer_jax.engine.outputs import Interrupted, RequestOutput
 from deepinfer_jax.engine.progress import RunProgress
-from deepinfer_jax.engine.requests import check_requests, params_of_each
+from deepinfer_jax.engine.requests import SEEDS, check_requests, params_of_each
 from deepinfer_jax.engine.schedule import Request, warm_up
 from deepinfer_jax.engine.sizes import Sizes
 from deepinfer_jax.errors import InputError, TokenizerError
@@ -172,6 +173,8 @@ class LLM:
         if length > limit:
             raise InputError(f"max_length: found {length}, expected at most max_position_embeddings {limit}")
         Layout.of(mesh, batch_size)
+        if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < SEEDS:
+            raise InputError(f"seed: found {seed!r}, expected a whole number from 0 to 2^64 - 1")
         self.seed, self.definition, self.sampler, self.progress = seed, definition, sampler, progress
 
     # ---------------------------------------------------------------------------------- generate
@@ -219,6 +222,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
         """The text of one prompt's continuation, piece by piece."""
+        self._tokenizer("stream")
         requests, texts = self._requests(prompt, sampling)
         if requests[0].params.n != 1:
             raise InputError(f"stream: found n {requests[0].params.n}, expected 1")
@@ -311,7 +315,8 @@ class LLM:
 
     def _requests(self, prompts: Any, sampling: Any) -> tuple[list[Request], list[str | None]]:
         """Checked requests, and the prompts' texts."""
-        if isinstance(prompts, str) or (len(prompts) and isinstance(prompts[0], int)):
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        if prompts and isinstance(prompts[0], int | np.integer):
             prompts = [prompts]
         ids, texts, faults = [], [], {}
         for i, prompt in enumerate(prompts):

@@ -106,6 +106,8 @@ class Schedule:
 
     def updates(self) -> Iterator[Update]:
         """Generate everything; yields new tokens as they are read."""
+        if not self.requests:
+            return
         state = self.programs.init(self.sizes.slots, self.sizes.max_length)
         flight: collections.deque[tuple[Tokens, list[_Running]]] = collections.deque()
         while self.waiting or self.running:

@@ -90,6 +90,8 @@ def test_every_bad_line_is_named(checkpoint, tmp_path):
         (["w1", "--file", "x.txt"], "found a prompt and --file, expected one of them"),
         (["--file", "nowhere.txt"], "nowhere.txt: No such file or directory"),
         (["w1", "--data", "4", "--expert", "4"], "needs 16 devices, JAX has 8"),
+        (["w1", "--output", "nowhere/x.jsonl", *SIZES], "nowhere/x.jsonl: No such file or directory"),
+        (["w1", "--seed", "-1"], "seed: found -1, expected a whole number from 0"),
         (["w1", "--numerics", "fp16"], "numerics: found 'fp16'"),
         (["w1", "--max-length", "9999"], "max_length: found 9999, expected at most"),
         (["", *SIZES], "prompt 0: empty, expected at least one token"),

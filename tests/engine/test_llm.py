@@ -4,6 +4,7 @@ import json
 import shutil
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -41,7 +42,9 @@ def test_text_and_ids_give_the_same(tiny):
 
 def test_one_prompt_is_a_list_of_one(tiny):
     (text,), (ids,) = tiny.generate("w3 W4", GREEDY), tiny.generate([6, 9], GREEDY)
-    assert text.outputs == ids.outputs
+    (array,) = tiny.generate(np.array([6, 9]), GREEDY)
+    assert text.outputs == ids.outputs == array.outputs
+    assert tiny.generate([]) == []
 
 
 def test_results_come_in_order_or_as_they_finish(tiny, ragged):
@@ -141,6 +144,7 @@ def test_a_checkpoint_without_tokenizer_takes_ids_only(data_dir, tmp_path):
     assert llm.generate([5, 6], GREEDY)[0].outputs[0].text is None
     for call in (
         lambda: llm.generate("w1"),
+        lambda: next(llm.stream([5])),
         lambda: llm.generate([5], SamplingParams(stop="x")),
         lambda: llm.chat([{"role": "user", "content": "hi"}]),
     ):
