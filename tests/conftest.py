@@ -1,6 +1,7 @@
 """Settings shared by all tests: strict numerics, eight CPU devices, compiled functions kept on disk."""
 
 import gc
+import os
 from pathlib import Path
 
 import hypothesis
@@ -14,6 +15,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 # A silent broadcast between ranks is how a wrong axis order hides.
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The workers keep every core busy, and a program that is not cut into parts for several threads takes less of them.
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_parallel_codegen_split_count=1".strip()
 
 # Must come before the first use of a device, hence at import time.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -50,7 +54,7 @@ def data_dir() -> Path:
 @pytest.fixture(scope="session")
 def tiny(data_dir: Path) -> dj.LLM:
     """The tiny checkpoint in float32, eight slots: what most tests of generation share, programs included."""
-    return dj.LLM(data_dir / "v41_tiny", numerics="fp32", max_length=256, steps=4, progress=False)
+    return dj.LLM(data_dir / "v41_tiny", numerics="fp32", max_length=256, steps=4, chunk=64, progress=False)
 
 
 @pytest.fixture(scope="session")

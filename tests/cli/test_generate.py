@@ -13,7 +13,7 @@ from deepinfer_jax.text.chat import ChatEncoder
 from tests.text.chat_tokenizer import chat_tokenizer_json
 
 # The sizes of the shared fixture, so that its compiled programs serve here too.
-SIZES = ["--numerics", "fp32", "--max-length", "256", "--steps", "4"]
+SIZES = ["--numerics", "fp32", "--max-length", "256", "--steps", "4", "--chunk", "64"]
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,19 @@ def chatty(data_dir, tmp_path_factory):
     return folder
 
 
-CHAT = ["--numerics", "fp32", "--max-length", "1024", "--steps", "4", "--no-thinking", "--max-tokens", "12"]
+CHAT = [
+    "--numerics",
+    "fp32",
+    "--max-length",
+    "1024",
+    "--steps",
+    "4",
+    "--chunk",
+    "64",
+    "--no-thinking",
+    "--max-tokens",
+    "12",
+]
 
 
 def test_chat_answers_a_message(chatty):

@@ -17,7 +17,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12)
 
 def run(llm, prompts, sampling, **options):
     """`generate` with the fixture's sizes, so that programs are shared."""
-    options = {"batch_size": 8, "max_length": 256, "steps": 4, **options}
+    options = {"batch_size": 8, "max_length": 256, "steps": 4, "chunk": 64, **options}
     return dj.generate(llm.params, llm.config, prompts, sampling, numerics=llm.numerics, **options)
 
 
@@ -92,7 +92,7 @@ def test_steps_per_dispatch_change_no_token(tiny, ragged, mixed, reference, step
 def test_no_grouping_of_fifty_ragged_prompts_changes_a_token(tiny, ragged, mixed, reference, batch_size):
     each = [p if p.seed is not None else SamplingParams(**{**p.to_dict(), "seed": i}) for i, p in enumerate(mixed)]
     order = np.random.default_rng(batch_size).permutation(50)
-    shuffled = run(tiny, [ragged[i] for i in order], [each[i] for i in order], batch_size=batch_size, chunk=100)
+    shuffled = run(tiny, [ragged[i] for i in order], [each[i] for i in order], batch_size=batch_size, chunk=16)
     assert {int(i): got for i, got in zip(order, ids(shuffled), strict=True)} == dict(enumerate(reference))
 
 
@@ -173,7 +173,7 @@ def test_no_stop_before_min_tokens_and_none_at_all_with_ignore_eos(tiny, ragged)
     assert first not in output.outputs[0].token_ids[:4]
     # Make the first greedy token the end-of-sequence id of the model.
     config = dj.ModelConfig.from_dict({**tiny.config.to_dict(), "eos_token_id": int(first)})
-    options = {"numerics": tiny.numerics, "batch_size": 8, "max_length": 256, "steps": 4}
+    options = {"numerics": tiny.numerics, "batch_size": 8, "max_length": 256, "steps": 4, "chunk": 64}
     (ended,) = dj.generate(tiny.params, config, [ragged[2]], GREEDY, **options)
     assert ended.outputs[0].token_ids == (first,)
     assert ended.outputs[0].stop_reason == first

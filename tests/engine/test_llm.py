@@ -28,7 +28,7 @@ def chatty(data_dir, tmp_path_factory):
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["max_position_embeddings"] = 2048
     (folder / "config.json").write_text(json.dumps(config))
-    return dj.LLM(folder, numerics="fp32", max_length=1024, steps=4, progress=False)
+    return dj.LLM(folder, numerics="fp32", max_length=1024, steps=4, chunk=64, progress=False)
 
 
 def test_text_and_ids_give_the_same(tiny):
@@ -70,7 +70,7 @@ def test_an_unseeded_call_repeats_itself_and_its_prompts_differ(tiny):
 @pytest.mark.parametrize("steps", [1, 4, 16])
 def test_a_stop_string_cuts_the_text_at_the_same_place_for_any_steps(tiny, steps):
     llm = dj.LLM.of(
-        tiny.config, tiny.params, tiny.tokenizer, numerics="fp32", max_length=256, steps=steps, progress=False
+        tiny.config, tiny.params, tiny.tokenizer, numerics="fp32", max_length=256, steps=steps, chunk=64, progress=False
     )
     (free,) = llm.generate(["w3 W4 w5"], GREEDY)
     words = free.outputs[0].text.split(" ")
@@ -137,11 +137,10 @@ def test_every_bad_prompt_of_a_call_is_named_before_anything_runs(tiny, monkeypa
     assert "found the lone surrogate U+D800 at position 1" in error.value.faults[1]
 
 
-def test_a_checkpoint_without_tokenizer_takes_ids_only(data_dir, tmp_path):
+def test_a_checkpoint_without_tokenizer_takes_ids_only(tiny, data_dir, tmp_path):
     shutil.copytree(data_dir / "v41_tiny_noengram", tmp_path, dirs_exist_ok=True)
     (tmp_path / "tokenizer.json").unlink(missing_ok=True)
-    llm = dj.LLM(tmp_path, numerics="fp32", max_length=256, steps=4, progress=False)
-    assert llm.generate([5, 6], GREEDY)[0].outputs[0].text is None
+    llm = dj.LLM(tmp_path, numerics="fp32", max_length=256, steps=4, chunk=64, progress=False)
     for call in (
         lambda: llm.generate("w1"),
         lambda: next(llm.stream([5])),
@@ -150,6 +149,10 @@ def test_a_checkpoint_without_tokenizer_takes_ids_only(data_dir, tmp_path):
     ):
         with pytest.raises(dj.DeepInferError, match=r"the checkpoint has no tokenizer\.json"):
             call()
+    options = {"numerics": "fp32", "max_length": 256, "steps": 4, "chunk": 64, "progress": False}
+    (output,) = dj.LLM.of(tiny.config, tiny.params, **options).generate([6, 9], GREEDY)
+    assert output.outputs[0].text is None
+    assert output.outputs[0].token_ids == tiny.generate([6, 9], GREEDY)[0].outputs[0].token_ids
 
 
 def test_a_tokenizer_without_chat_tokens_can_generate_but_not_chat(tiny):
@@ -228,6 +231,7 @@ def test_a_reply_is_read_into_reasoning_content_and_calls(chatty, monkeypatch):
         chatty.tokenizer,
         numerics="fp32",
         max_length=2048,
+        chunk=2048,
         sampler=scripted,
         progress=False,
     )

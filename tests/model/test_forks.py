@@ -129,7 +129,14 @@ def test_a_replaced_part_may_have_weights_of_its_own(tiny):
 def test_generation_takes_a_fork(tiny):
     definition = dj.define(tiny.config, first_experts)
     llm = dj.LLM.of(
-        tiny.config, tiny.params, numerics="fp32", max_length=256, steps=4, definition=definition, progress=False
+        tiny.config,
+        tiny.params,
+        numerics="fp32",
+        max_length=256,
+        steps=4,
+        chunk=64,
+        definition=definition,
+        progress=False,
     )
     params = dj.SamplingParams(temperature=0, max_tokens=6)
     prompts = [[5, 6, 7], [8, 9], [44]]

@@ -92,19 +92,13 @@ def test_the_compiled_loop_gathers_no_weights_and_no_caches(tiny, data, expert, 
 
 @pytest.mark.slow
 def test_generation_over_a_mesh_gives_the_tokens_of_one_device(tiny, ragged):
-    each = [SamplingParams(max_tokens=6, temperature=float(i % 2), n=1 + i % 3, logprobs=1) for i in range(9)]
-    mesh = make_mesh(2, 4)
-    llm = dj.LLM.of(
-        tiny.config, tiny.params, mesh=mesh, numerics=tiny.numerics, max_length=256, steps=4, progress=False
-    )
-    several, one = llm.generate(ragged[:9], each), tiny.generate(ragged[:9], each)
-    for a, b in zip(several, one, strict=True):
+    """Several samples of a prompt, so that slots are copied on their device."""
+    prompts = [p[:16] for p in ragged[:9]]
+    each = [SamplingParams(max_tokens=6, temperature=float(i % 2), n=1 + i % 3) for i in range(9)]
+    options = {"numerics": tiny.numerics, "max_length": 256, "steps": 4, "chunk": 64, "progress": False}
+    several = dj.LLM.of(tiny.config, tiny.params, mesh=make_mesh(2, 4), **options).generate(prompts, each)
+    for a, b in zip(several, tiny.generate(prompts, each), strict=True):
         assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
-        np.testing.assert_allclose(
-            [e.logprob for o in a.outputs for e in o.logprobs],
-            [e.logprob for o in b.outputs for e in o.logprobs],
-            atol=1e-5,
-        )
 
 
 def test_a_checkpoint_is_read_straight_into_its_shards(data_dir):
