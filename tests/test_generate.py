@@ -22,7 +22,7 @@ def setup(tiny):
 
 def running(setup, params, slots=8):
     """A state in which every slot is generating."""
-    made, sizes = programs(setup), Sizes(slots, 256, steps=4)
+    made, sizes = programs(setup), Sizes(slots, 256, steps=4, chunk=64)
     config = setup.config
     prompts = [[5 + i, 9, 11] for i in range(slots)]
     each = [dj.SamplingParams(max_tokens=20, temperature=float(i % 2)) for i in range(slots)]
