@@ -31,7 +31,7 @@ class SamplingParams:
         max_tokens: Most tokens to generate; None is up to the length limit.
         min_tokens: No end-of-sequence and no stop id before this many tokens; stop strings are not looked for.
         stop: Strings that end the sample. The text ends before the string.
-        include_stop: Keep the stop string in the text.
+        include_stop: Keep the stop string, or the text of the stop id, in the text.
         stop_token_ids: Ids that end the sample, beside the end-of-sequence id.
         ignore_eos: The end-of-sequence id is a token like any other (`stop_token_ids` still stop).
         logprobs: None for none; 0 for the chosen token's; k for the chosen one's and those of the k most probable.

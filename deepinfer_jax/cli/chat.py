@@ -118,7 +118,9 @@ def _answer(
         if isinstance(piece, ChatOutput):
             output = piece
         elif hide is not None and not (hide and piece[0] == "reasoning"):
-            common.console.print(piece[1], style=styles[piece[0]], end="", markup=False, highlight=False)
+            common.console.print(
+                piece[1], style=styles[piece[0]], end="", markup=False, highlight=False, emoji=False, soft_wrap=True
+            )
     assert output is not None
     if hide is not None:
         common.console.print()

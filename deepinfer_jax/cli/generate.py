@@ -185,4 +185,4 @@ def _print(results: list[RequestOutput]) -> None:
             name = f"prompt {result.index}" + (f", sample {one.index}" if len(result.outputs) > 1 else "")
             common.console.rule(f"{name} ({len(one.token_ids)} tokens, {one.finish_reason})", align="left")
             text = one.text if one.text is not None else " ".join(map(str, one.token_ids))
-            common.console.print(text, markup=False, highlight=False)
+            common.console.print(text, markup=False, highlight=False, emoji=False, soft_wrap=True)

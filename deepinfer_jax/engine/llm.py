@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
@@ -19,7 +19,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.batch import Progressed, run
 from deepinfer_jax.engine.outputs import Interrupted, RequestOutput
 from deepinfer_jax.engine.progress import RunProgress
-from deepinfer_jax.engine.requests import SEEDS, check_requests, params_of_each
+from deepinfer_jax.engine.requests import DEFAULT_LENGTH, SEEDS, check_requests, params_of_each
 from deepinfer_jax.engine.schedule import Request, warm_up
 from deepinfer_jax.engine.sizes import Sizes
 from deepinfer_jax.errors import InputError, TokenizerError
@@ -41,8 +41,6 @@ Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
 """A conversation: dicts with `role` and `content`, as in OpenAI's chat interface."""
 
-DEFAULT_LENGTH = 4096
-
 
 @dataclasses.dataclass(frozen=True)
 class ChatOutput:
@@ -51,7 +49,7 @@ class ChatOutput:
     Attributes:
         index: Its number in the call.
         replies: `n` replies, read into reasoning, content and tool calls.
-        request: The ids, texts, finish reasons and log-probabilities behind them.
+        request: The ids, texts (special tokens spelled out), finish reasons and log-probabilities behind them.
     """
 
     index: int
@@ -261,8 +259,10 @@ class LLM:
             TokenizerError: The tokenizer lacks special tokens of V4.1 chat.
             InputError, Interrupted: As for `generate`.
         """
-        single = bool(messages) and isinstance(messages[0], Mapping)
+        single = isinstance(messages, Sequence) and bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
+        if not isinstance(conversations, Sequence) or isinstance(conversations, str | bytes):
+            raise InputError(f"messages: found {type(messages).__name__}, expected a conversation or a list of them")
         prompts = [
             self.chat_encoder.prepare(
                 m,
@@ -274,22 +274,19 @@ class LLM:
             )
             for m in conversations
         ]
-        outputs = [
-            self._chat_output(prompt, output)
-            for prompt, output in zip(
-                prompts, self.generate([p.ids for p in prompts], sampling, progress=progress), strict=True
-            )
-        ]
+        each = [_spelled_out(p) for p in params_of_each(sampling, len(prompts))]
+        results = self.generate([p.ids for p in prompts], each, progress=progress)
+        outputs = [self._chat_output(prompt, output) for prompt, output in zip(prompts, results, strict=True)]
         return outputs[0] if single else outputs
 
     def chat_stream(self, prompt: ChatPrompt, sampling: SamplingParams | None = None) -> Iterator[Piece | ChatOutput]:
         """The reply to a prompt of `chat_encoder.prepare`: pieces as they come, and at last the ChatOutput."""
-        requests, texts = self._requests(prompt.ids, sampling)
+        requests, texts = self._requests(prompt.ids, _spelled_out(sampling or SamplingParams()))
         if requests[0].params.n != 1:
             raise InputError(f"chat_stream: found n {requests[0].params.n}, expected 1")
         reader = self.chat_encoder.stream(prompt)
-        for update, _, output in self._run(requests, texts):
-            yield from reader.push(update.ids)
+        for _, one, output in self._run(requests, texts):
+            yield from reader.push_text(one.new_text())
             if output is not None:
                 yield from reader.finish(output.outputs[0].finish_reason == "stop")
                 yield self._chat_output(prompt, output)
@@ -315,9 +312,7 @@ class LLM:
 
     def _requests(self, prompts: Any, sampling: Any) -> tuple[list[Request], list[str | None]]:
         """Checked requests, and the prompts' texts."""
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        if prompts and isinstance(prompts[0], int | np.integer):
-            prompts = [prompts]
+        prompts = _list_of_prompts(prompts)
         ids, texts, faults = [], [], {}
         for i, prompt in enumerate(prompts):
             texts.append(prompt if isinstance(prompt, str) else None)
@@ -344,12 +339,34 @@ class LLM:
         return run(made, self.params, requests, sizes, tokenizer=self.tokenizer, texts=texts)
 
     def _chat_output(self, prompt: ChatPrompt, output: RequestOutput) -> ChatOutput:
-        replies = tuple(
-            self.chat_encoder.parse(prompt, one.token_ids, one.finish_reason == "stop") for one in output.outputs
-        )
-        return ChatOutput(output.index, replies, output)
+        replies = []
+        for one in output.outputs:
+            # The text, not the ids: a stop may have cut it in the middle of a token.
+            reader = self.chat_encoder.stream(prompt)
+            reader.push_text(one.text or "")
+            reader.finish(one.finish_reason == "stop")
+            replies.append(reader.reply)
+        return ChatOutput(output.index, tuple(replies), output)
 
     def _tokenizer(self, what: str) -> TextTokenizer:
         if self.tokenizer is None:
             raise TokenizerError(f"{what}: the checkpoint has no {TOKENIZER_FILE}; pass token ids, or add the file")
         return self.tokenizer
+
+
+def _spelled_out(params: SamplingParams) -> SamplingParams:
+    """A reply is read from text in which special tokens can be seen."""
+    return dataclasses.replace(params, skip_special_tokens=False)
+
+
+def _list_of_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list. Raises InputError for what can be neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if hasattr(prompts, "__array__"):
+        array = np.asarray(prompts)
+        return [array] if array.ndim == 1 else list(array)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
+        raise InputError(f"prompts: found {type(prompts).__name__}, expected texts or lists of token ids")
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int | np.integer) else prompts

@@ -110,7 +110,8 @@ class Sample:
                 self.logprobs.append(TokenLogprobs(token, float(chosen[i]), pairs))
             last = i == len(update.ids) - 1
             stopped_by_id = last and update.finish == "stop"
-            if not stopped_by_id or params.include_stop:
+            # The end-of-sequence id is never text.
+            if not stopped_by_id or (params.include_stop and token in params.stop_token_ids):
                 self._append("" if self._decoder is None else self._decoder.push([token]))
             if self._stop_string():
                 return update.finish is None or not last

@@ -14,6 +14,9 @@ from deepinfer_jax.sampling_params import SamplingParams
 
 SEEDS = 1 << 64
 
+DEFAULT_LENGTH = 4096
+"""Tokens of a sequence where nobody says more, prompt included."""
+
 
 def params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
     """One SamplingParams per prompt: the same for all, or one each."""
@@ -75,9 +78,13 @@ def check_requests(
 
 
 def needed_length(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], config: ModelConfig) -> int:
-    """A cache length that holds every request: the next power of two, or the model's limit if that is less."""
+    """A cache length for the requests: the next power of two, or the model's limit if that is less. Requests without
+    `max_tokens` get room for `DEFAULT_LENGTH` tokens."""
     limit = config.text_config.max_position_embeddings
-    lengths = (len(q) + (p.max_tokens or limit) for q, p in zip(prompts, params, strict=True))
+    lengths = (
+        max(len(q) + 1, DEFAULT_LENGTH) if p.max_tokens is None else len(q) + p.max_tokens
+        for q, p in zip(prompts, params, strict=True)
+    )
     most = max(lengths, default=1)
     return min(limit, 1 << max(6, (most - 1).bit_length()))
 
@@ -86,7 +93,7 @@ def _ids(prompt: Iterable[int], vocab_size: int) -> tuple[np.ndarray, str | None
     none = np.zeros(0, np.int32)
     if isinstance(prompt, str | bytes) or not isinstance(prompt, Iterable):
         return none, f"found {type(prompt).__name__}, expected token ids"
-    values = list(prompt)
+    values = np.asarray(prompt).tolist() if hasattr(prompt, "__array__") else list(prompt)
     for at, token in enumerate(values):
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
             return none, f"found {token!r} at {at}, expected token ids"

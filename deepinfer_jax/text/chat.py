@@ -254,6 +254,13 @@ class ChatStream:
         self._held = next((n for n, token in enumerate(reversed(new)) if token != self._eos), len(new))
         return self._read(self._decoder.push(new[: len(new) - self._held]))
 
+    def push_text(self, text: str) -> list[Piece]:
+        """Read text instead of ids: what a stop string left of a reply, special tokens spelled out.
+
+        Returns: The pieces that became final.
+        """
+        return self._read(text)
+
     def finish(self, finished: bool = True) -> list[Piece]:
         """End the reply.
 

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 import deepinfer_jax as dj
 from deepinfer_jax.cli import app, common
+from deepinfer_jax.cli.generate import _print
 from deepinfer_jax.engine.schedule import Schedule
 from deepinfer_jax.text.chat import ChatEncoder
 from tests.text.chat_tokenizer import chat_tokenizer_json
@@ -57,6 +58,14 @@ def test_a_file_of_lines_prints_every_result_in_order(tiny, checkpoint, tmp_path
     lines = result.stdout.splitlines()
     assert [lines[1], lines[3]] == [text_of(tiny, "w3 W4 w5"), text_of(tiny, "w7")]
     assert lines[0].startswith("prompt 0 (6 tokens, length)")
+
+
+def test_text_is_printed_as_it_is(capsys):
+    """No line is wrapped and no name of an emoji replaced, on a terminal or not."""
+    text = "see :warning: [b]" + " word" * 60
+    done = dj.Completion(0, text, (2,), "length", None, None)
+    _print([dj.RequestOutput(0, "p", (1,), (done,), 0)])
+    assert capsys.readouterr().out.splitlines()[1] == text
 
 
 def test_json_lines_in_and_out(tiny, checkpoint, tmp_path):

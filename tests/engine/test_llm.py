@@ -190,7 +190,7 @@ def test_chat_writes_the_prompt_and_reads_the_reply(chatty):
     assert output.content == output.replies[0].content
     # Random weights say nothing sensible, but what they say is what was generated.
     (plain,) = chatty.generate([prompt.ids], params)
-    assert plain.outputs == output.request.outputs
+    assert plain.outputs[0].token_ids == output.request.outputs[0].token_ids
     assert chatty.chat_encoder.parse(prompt, plain.outputs[0].token_ids, False) == output.replies[0]
     pieces = list(chatty.chat_stream(prompt, params))
     assert pieces[-1] == output
@@ -240,6 +240,37 @@ def test_a_reply_is_read_into_reasoning_content_and_calls(chatty, monkeypatch):
     assert (reply.reasoning, reply.content.strip()) == ("Look it up.", "One moment.")
     assert [(call.name, call.parsed, call.fault) for call in reply.tool_calls] == [("find", {"what": "tea"}, None)]
     assert output.request.outputs[0].finish_reason == "stop"
+
+
+def test_a_stop_cuts_a_reply_where_it_cuts_its_text(chatty):
+    messages = [{"role": "user", "content": "What is a newt?"}]
+    params = SamplingParams(max_tokens=40, seed=3)
+    whole = chatty.chat(messages, params, thinking=False)
+    stop = whole.content[7:9]
+    before = whole.content[: whole.content.index(stop)]
+    stopping = SamplingParams(max_tokens=40, seed=3, stop=stop)
+    cut = chatty.chat(messages, stopping, thinking=False)
+    assert (cut.content, cut.request.outputs[0].stop_reason) == (before, stop)
+    pieces = list(chatty.chat_stream(chatty.chat_encoder.prepare(messages, thinking=False), stopping))
+    assert pieces[-1] == cut
+    assert "".join(text for _, text in pieces[:-1]) == before
+    token = whole.request.outputs[0].token_ids[5]
+    by_id = chatty.chat(messages, SamplingParams(max_tokens=40, seed=3, stop_token_ids=(token,)), thinking=False)
+    last = by_id.request.outputs[0].token_ids
+    assert last[-1] == token
+    assert by_id.request.outputs[0].text == chatty.tokenizer.decode(last[:-1], skip_special_tokens=False)
+    assert by_id.content in by_id.request.outputs[0].text
+
+
+def test_what_can_be_no_prompt_is_refused(tiny, chatty):
+    for prompts, kind in ((None, "NoneType"), (5, "int"), (b"abc", "bytes"), ({"prompt": "a"}, "dict")):
+        with pytest.raises(dj.DeepInferError, match=f"prompts: found {kind}, expected texts or lists of token ids"):
+            tiny.generate(prompts)
+    for messages in (None, "hi", 5):
+        with pytest.raises(dj.DeepInferError, match=r"messages: found .*, expected a conversation or a list of them"):
+            chatty.chat(messages)
+    (array,) = tiny.generate(jnp.asarray([6, 9]), GREEDY)
+    assert array.outputs == tiny.generate([6, 9], GREEDY)[0].outputs
 
 
 def test_bad_conversations_are_named(chatty):
