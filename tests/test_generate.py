@@ -12,7 +12,7 @@ from deepinfer_jax.engine.sizes import Sizes
 from deepinfer_jax.generate import Setup, decode, prefill, programs
 from deepinfer_jax.model.step import Batch
 from deepinfer_jax.parallel.mesh import Layout
-from tests.compiled import results_of
+from tests.helpers import results_of
 
 
 @pytest.fixture(scope="module")

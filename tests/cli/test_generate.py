@@ -11,6 +11,7 @@ from deepinfer_jax.cli import app, common
 from deepinfer_jax.cli.generate import _print
 from deepinfer_jax.engine.schedule import Schedule
 from deepinfer_jax.text.chat import ChatEncoder
+from tests.helpers import interrupted_at
 from tests.text.chat_tokenizer import chat_tokenizer_json
 
 # The sizes of the shared fixture, so that its compiled programs serve here too.
@@ -120,15 +121,7 @@ def test_a_missing_checkpoint_is_named():
 
 
 def test_ctrl_c_writes_what_was_finished(tiny, checkpoint, tmp_path, monkeypatch):
-    decode, calls = Schedule._decode, []
-
-    def interrupted(self, state):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return decode(self, state)
-
-    monkeypatch.setattr(Schedule, "_decode", interrupted)
+    monkeypatch.setattr(Schedule, "_decode", interrupted_at(4))
     file, output = tmp_path / "prompts.jsonl", tmp_path / "results.jsonl"
     file.write_text("".join(json.dumps({"prompt": "w3", "max_tokens": n}) + "\n" for n in (4, 200, 4)))
     result = run("generate", checkpoint, "--file", file, "--output", output, *SIZES)

@@ -10,7 +10,7 @@ import pytest
 import deepinfer_jax as dj
 from deepinfer_jax import SamplingParams
 from deepinfer_jax.engine.schedule import Schedule
-from tests.compiled import compilations
+from tests.helpers import compilations
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 

@@ -13,6 +13,7 @@ from deepinfer_jax import SamplingParams
 from deepinfer_jax.engine.progress import RunProgress
 from deepinfer_jax.engine.schedule import Schedule
 from deepinfer_jax.text.tokenizer import TextTokenizer
+from tests.helpers import interrupted_at
 from tests.text.chat_tokenizer import chat_tokenizer_json
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -112,16 +113,8 @@ def test_a_stream_joins_to_the_text(tiny):
 def test_ctrl_c_says_what_was_finished_and_leaves_no_half_state(tiny, ragged, monkeypatch):
     each = [SamplingParams(temperature=0, max_tokens=4 if i < 5 else 40) for i in range(20)]
     whole = tiny.generate(ragged[:20], each)
-    decode, calls = Schedule._decode, []
-
-    def interrupted(self, state):
-        calls.append(1)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return decode(self, state)
-
     with monkeypatch.context() as patch:
-        patch.setattr(Schedule, "_decode", interrupted)
+        patch.setattr(Schedule, "_decode", interrupted_at(4))
         with pytest.raises(dj.Interrupted, match="interrupted: 5 of 20 prompts were finished") as stopped:
             tiny.generate(ragged[:20], each)
     assert isinstance(stopped.value, KeyboardInterrupt)

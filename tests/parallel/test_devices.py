@@ -12,7 +12,7 @@ from deepinfer_jax.formats import QuantizedTensor
 from deepinfer_jax.generate import Setup, programs
 from deepinfer_jax.model.v41 import abstract_params
 from deepinfer_jax.parallel.mesh import AXES, Layout, make_mesh, param_shardings, param_specs
-from tests.compiled import results_of
+from tests.helpers import results_of
 
 ROWS, LENGTH = 8, 24
 MESHES = [(1, 8), (2, 4), (8, 1)]

@@ -1,11 +1,13 @@
-"""Reading compiled programs, and counting compilations."""
+"""What tests of generation share: reading compiled programs, counting compilations, and Ctrl-C at a dispatch."""
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import jax
+
+from deepinfer_jax.engine.schedule import Schedule
 
 
 def results_of(text: str, operation: str) -> Counter[tuple[int, ...]]:
@@ -28,3 +30,16 @@ def compilations() -> Iterator[list[str]]:
         yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def interrupted_at(dispatch: int) -> Callable:
+    """A `Schedule._decode` that is interrupted at its n-th call."""
+    decode, calls = Schedule._decode, []
+
+    def interrupted(self: Schedule, state: object) -> object:
+        calls.append(1)
+        if len(calls) == dispatch:
+            raise KeyboardInterrupt
+        return decode(self, state)  # type: ignore[arg-type]
+
+    return interrupted
