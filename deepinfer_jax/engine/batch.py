@@ -11,9 +11,10 @@ from jax.sharding import Mesh
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.outputs import RequestOutput, Sample
-from deepinfer_jax.engine.requests import check_requests, needed_length, params_of_each
+from deepinfer_jax.engine.requests import check_requests, list_of_prompts, needed_length, params_of_each
 from deepinfer_jax.engine.schedule import Request, Schedule, Update
 from deepinfer_jax.engine.sizes import Sizes
+from deepinfer_jax.errors import InputError
 from deepinfer_jax.generate import Programs, Setup, programs
 from deepinfer_jax.model.v41 import V41, Params
 from deepinfer_jax.numerics import Numerics
@@ -64,7 +65,10 @@ def generate(
     Raises:
         InputError: With all faults of the prompts.
     """
+    prompts = list_of_prompts(prompts)
     each = params_of_each(sampling, len(prompts))
+    if any(p.stop for p in each):
+        raise InputError("stop: strings are found in text, which needs a tokenizer: use LLM, or stop_token_ids")
     length = needed_length(prompts, each, config) if max_length is None else max_length
     sizes = Sizes(batch_size, length, steps, chunk)
     requests = check_requests(prompts, each, config, length, seed=seed)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Unpack
 
 import jax
-import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
@@ -19,7 +18,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.engine.batch import Progressed, run
 from deepinfer_jax.engine.outputs import Interrupted, RequestOutput
 from deepinfer_jax.engine.progress import RunProgress
-from deepinfer_jax.engine.requests import DEFAULT_LENGTH, SEEDS, check_requests, params_of_each
+from deepinfer_jax.engine.requests import DEFAULT_LENGTH, SEEDS, check_requests, list_of_prompts, params_of_each
 from deepinfer_jax.engine.schedule import Request, warm_up
 from deepinfer_jax.engine.sizes import Sizes
 from deepinfer_jax.errors import InputError, TokenizerError
@@ -221,7 +220,7 @@ class LLM:
     def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[str]:
         """The text of one prompt's continuation, piece by piece."""
         self._tokenizer("stream")
-        requests, texts = self._requests(prompt, sampling)
+        requests, texts = self._requests([prompt], sampling)
         if requests[0].params.n != 1:
             raise InputError(f"stream: found n {requests[0].params.n}, expected 1")
         for _, one, _ in self._run(requests, texts):
@@ -281,7 +280,7 @@ class LLM:
 
     def chat_stream(self, prompt: ChatPrompt, sampling: SamplingParams | None = None) -> Iterator[Piece | ChatOutput]:
         """The reply to a prompt of `chat_encoder.prepare`: pieces as they come, and at last the ChatOutput."""
-        requests, texts = self._requests(prompt.ids, _spelled_out(sampling or SamplingParams()))
+        requests, texts = self._requests([prompt.ids], _spelled_out(sampling or SamplingParams()))
         if requests[0].params.n != 1:
             raise InputError(f"chat_stream: found n {requests[0].params.n}, expected 1")
         reader = self.chat_encoder.stream(prompt)
@@ -312,7 +311,7 @@ class LLM:
 
     def _requests(self, prompts: Any, sampling: Any) -> tuple[list[Request], list[str | None]]:
         """Checked requests, and the prompts' texts."""
-        prompts = _list_of_prompts(prompts)
+        prompts = list_of_prompts(prompts)
         ids, texts, faults = [], [], {}
         for i, prompt in enumerate(prompts):
             texts.append(prompt if isinstance(prompt, str) else None)
@@ -357,16 +356,3 @@ class LLM:
 def _spelled_out(params: SamplingParams) -> SamplingParams:
     """A reply is read from text in which special tokens can be seen."""
     return dataclasses.replace(params, skip_special_tokens=False)
-
-
-def _list_of_prompts(prompts: Any) -> list[Any]:
-    """One prompt or several, as a list. Raises InputError for what can be neither."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if hasattr(prompts, "__array__"):
-        array = np.asarray(prompts)
-        return [array] if array.ndim == 1 else list(array)
-    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
-        raise InputError(f"prompts: found {type(prompts).__name__}, expected texts or lists of token ids")
-    prompts = list(prompts)
-    return [prompts] if prompts and isinstance(prompts[0], int | np.integer) else prompts

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +32,19 @@ def params_of_each(params: SamplingParams | Sequence[SamplingParams] | None, cou
     if len(params) != count:
         raise InputError(f"sampling: found {len(params)} SamplingParams for {count} prompts, expected one or one each")
     return params
+
+
+def list_of_prompts(prompts: Any) -> list[Any]:
+    """One prompt or several, as a list. Raises InputError for what can be neither."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if hasattr(prompts, "__array__"):
+        array = np.asarray(prompts)
+        return [array] if array.ndim == 1 else list(array)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | Mapping):
+        raise InputError(f"prompts: found {type(prompts).__name__}, expected texts or lists of token ids")
+    prompts = list(prompts)
+    return [prompts] if prompts and isinstance(prompts[0], int | np.integer) else prompts
 
 
 def check_requests(
@@ -77,13 +91,15 @@ def check_requests(
     return requests
 
 
-def needed_length(prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], config: ModelConfig) -> int:
+def needed_length(prompts: Sequence[Any], params: Sequence[SamplingParams], config: ModelConfig) -> int:
     """A cache length for the requests: the next power of two, or the model's limit if that is less. Requests without
     `max_tokens` get room for `DEFAULT_LENGTH` tokens."""
     limit = config.text_config.max_position_embeddings
+    # What is no prompt at all is named by `check_requests`.
+    sizes = (len(prompt) if isinstance(prompt, Sized) else 0 for prompt in prompts)
     lengths = (
-        max(len(q) + 1, DEFAULT_LENGTH) if p.max_tokens is None else len(q) + p.max_tokens
-        for q, p in zip(prompts, params, strict=True)
+        max(size + 1, DEFAULT_LENGTH) if p.max_tokens is None else size + p.max_tokens
+        for size, p in zip(sizes, params, strict=True)
     )
     most = max(lengths, default=1)
     return min(limit, 1 << max(6, (most - 1).bit_length()))

@@ -9,6 +9,7 @@ import pytest
 
 import deepinfer_jax as dj
 from deepinfer_jax import SamplingParams
+from deepinfer_jax.engine.requests import needed_length
 from deepinfer_jax.engine.schedule import Schedule
 from tests.helpers import compilations
 
@@ -223,6 +224,24 @@ def test_bad_sampling_arguments_are_named(tiny):
 
 def test_no_prompts_give_no_results(tiny):
     assert run(tiny, [], GREEDY) == []
+
+
+def test_what_cannot_be_done_without_a_tokenizer_or_a_prompt_is_refused(tiny):
+    with pytest.raises(dj.DeepInferError, match="stop: strings are found in text, which needs a tokenizer"):
+        run(tiny, [[5]], SamplingParams(stop="x"))
+    with pytest.raises(dj.DeepInferError, match="prompt 0: found NoneType, expected token ids"):
+        run(tiny, [None], GREEDY, max_length=None)
+    with pytest.raises(dj.DeepInferError, match="prompts: found NoneType, expected texts or lists of token ids"):
+        run(tiny, None, GREEDY)
+
+
+def test_caches_are_made_for_what_the_requests_need(tiny):
+    config = dj.ModelConfig.named("deepseek_v41_flash")
+    some = SamplingParams(max_tokens=100)
+    assert needed_length([[1] * 28, [1] * 29], [some, some], config) == 256
+    assert needed_length([[1]], [SamplingParams()], config) == 4096
+    assert needed_length([[1] * 5000], [SamplingParams()], config) == 8192
+    assert needed_length([[1] * 2_000_000], [some], config) == 1_048_576
 
 
 def test_another_sampler_draws_the_tokens(tiny, ragged):

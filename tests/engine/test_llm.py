@@ -259,6 +259,9 @@ def test_what_can_be_no_prompt_is_refused(tiny, chatty):
     for prompts, kind in ((None, "NoneType"), (5, "int"), (b"abc", "bytes"), ({"prompt": "a"}, "dict")):
         with pytest.raises(dj.DeepInferError, match=f"prompts: found {kind}, expected texts or lists of token ids"):
             tiny.generate(prompts)
+    for empty in ([], ""):
+        with pytest.raises(dj.DeepInferError, match="prompt 0: empty, expected at least one token"):
+            next(tiny.stream(empty))
     for messages in (None, "hi", 5):
         with pytest.raises(dj.DeepInferError, match=r"messages: found .*, expected a conversation or a list of them"):
             chatty.chat(messages)

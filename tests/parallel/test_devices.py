@@ -59,13 +59,16 @@ def on_mesh(tiny, layout, batch):
 @pytest.mark.slow
 @pytest.mark.parametrize(("data", "expert"), MESHES)
 def test_every_mesh_gives_the_logits_of_one_device(tiny, batch, alone, data, expert):
-    got = on_mesh(tiny, Layout.of(make_mesh(data, expert), ROWS), batch)
+    """Slots split over `data` and repeated along `expert`."""
+    got = on_mesh(tiny, Layout(make_mesh(data, expert), ("data",)), batch)
     np.testing.assert_allclose(got, alone, atol=1e-5)
 
 
 @pytest.mark.slow
-def test_slots_that_are_repeated_along_expert_give_the_same(tiny, batch, alone):
-    got = on_mesh(tiny, Layout(make_mesh(2, 4), ("data",)), batch)
+def test_slots_that_are_split_over_both_axes_give_the_same(tiny, batch, alone):
+    layout = Layout.of(make_mesh(2, 4), ROWS)
+    assert layout.slot_axes == AXES
+    got = on_mesh(tiny, layout, batch)
     np.testing.assert_allclose(got, alone, atol=1e-5)
 
 
