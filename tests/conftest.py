@@ -31,6 +31,26 @@ hypothesis.settings.register_profile("deepinfer_jax", deadline=None, print_blob=
 hypothesis.settings.load_profile("deepinfer_jax")
 
 
+_QUICK = pytest.StashKey[bool]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--optimized", action="store_true", help="Compile every test's programs as users get them.")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Compilation is nearly all of the tests' time, and LLVM's optimisations are nearly half of that. They change
+    which products and sums are contracted, not the operations or their order. Tests marked `optimized` compile as
+    users do, and with `--optimized` all of them do.
+    """
+    quick = item.get_closest_marker("optimized") is None and not item.config.getoption("--optimized")
+    if quick != item.config.stash.get(_QUICK, False):
+        item.config.stash[_QUICK] = quick
+        jax.config.update("jax_disable_most_optimizations", quick)
+        jax.clear_caches()
+
+
 _MOST_MAPS = 35_000
 """Of the 65,530 memory maps that Linux gives a process; compiled programs take hundreds each, and the next one that
 does not fit ends the process."""

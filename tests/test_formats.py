@@ -25,6 +25,8 @@ from deepinfer_jax.formats import (
     unpack_nibbles,
 )
 
+pytestmark = pytest.mark.optimized
+
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 

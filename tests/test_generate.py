@@ -14,6 +14,8 @@ from deepinfer_jax.model.step import Batch
 from deepinfer_jax.parallel.mesh import Layout
 from tests.helpers import results_of
 
+pytestmark = pytest.mark.optimized
+
 
 @pytest.fixture(scope="module")
 def setup(tiny):

@@ -21,6 +21,8 @@ from deepinfer_jax.sampling import (
     stop_bits,
 )
 
+pytestmark = pytest.mark.optimized
+
 VOCAB = 40
 DRAWS = 20_000
 draw = jax.jit(sample)

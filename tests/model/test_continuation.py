@@ -29,19 +29,21 @@ class Runner:
     def __post_init__(self):
         self.forward = jax.jit(functools.partial(dj.forward, config=self.config, numerics=self.numerics))
 
-    def empty(self, slots: int = 2, num_pages: int | None = None) -> dj.CacheState:
-        return dj.init_cache(self.config, self.numerics, slots, 128, num_pages)
+    def empty(self) -> dj.CacheState:
+        return dj.init_cache(self.config, self.numerics, 3, 128)
 
     def step(self, cache, start, stop, slots=(0, 1), rows=(0, 1), ids=None):
         """Logits [rows, stop - start, V] of tokens start..stop-1 and the new cache."""
         ids = self.ids if ids is None else ids
         n = stop - start
         width = next(w for w in (1, 5, 40) if w >= n)
-        tokens, positions = np.zeros((len(rows), width), np.int32), np.full((len(rows), width), -1, np.int32)
-        tokens[:, :n], positions[:, :n] = ids[list(rows), start:stop], np.arange(start, stop)
+        # Always two rows; one alone gets a row of padding for company.
+        tokens, positions = np.zeros((2, width), np.int32), np.full((2, width), -1, np.int32)
+        tokens[: len(rows), :n], positions[: len(rows), :n] = ids[list(rows), start:stop], np.arange(start, stop)
+        slots = (*slots, *(s for s in range(2) if s not in slots))[:2]
         batch = dj.Batch(jnp.asarray(tokens), jnp.asarray(positions), jnp.asarray(slots, jnp.int32))
         out, cache = self.forward(self.params, batch=batch, cache=cache)
-        return np.asarray(out.logits)[:, :n], cache
+        return np.asarray(out.logits)[: len(rows), :n], cache
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +63,7 @@ def test_token_by_token_equals_one_prefill(runner, whole):
         out, cache = runner.step(cache, t, t + 1)
         parts.append(out)
     np.testing.assert_allclose(np.concatenate(parts, 1), whole, atol=1e-5)
-    assert cache.lengths.tolist() == [37, 37]
+    assert cache.lengths.tolist() == [37, 37, 0]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -85,7 +87,7 @@ def test_after_giving_up_tokens_the_next_ones_are_as_if_they_had_never_been(runn
     _, cache = runner.step(runner.empty(), 0, length)
     for t in range(length, length + dropped):
         _, cache = runner.step(cache, t, t + 1, ids=wrong)
-    cache = dj.rollback(cache, jnp.full(2, dropped))
+    cache = dj.rollback(cache, jnp.asarray([dropped, dropped, 0]))
     parts = []
     for a, b in ((length, length + 1), (length + 1, length + 6), (length + 6, 37)):
         out, cache = runner.step(cache, a, b)
@@ -96,12 +98,12 @@ def test_after_giving_up_tokens_the_next_ones_are_as_if_they_had_never_been(runn
 def test_rollback_refuses_what_the_rings_no_longer_hold(runner):
     _, cache = runner.step(runner.empty(), 0, 20)
     with pytest.raises(dj.DeepInferError, match=r"slot 1: holds 20 tokens .* asked to give up 9, at most 8"):
-        dj.rollback(cache, jnp.asarray([8, 9]))
-    cache = dj.rollback(cache, jnp.asarray([5, 5]))
+        dj.rollback(cache, jnp.asarray([8, 9, 0]))
+    cache = dj.rollback(cache, jnp.asarray([5, 5, 0]))
     with pytest.raises(dj.DeepInferError, match=r"slot 0: holds 15 tokens .* asked to give up 4, at most 3"):
-        dj.rollback(cache, jnp.asarray([4, 3]))
+        dj.rollback(cache, jnp.asarray([4, 3, 0]))
     with pytest.raises(dj.DeepInferError, match="asked to give up -1"):
-        dj.rollback(cache, jnp.asarray([-1, 0]))
+        dj.rollback(cache, jnp.asarray([-1, 0, 0]))
 
 
 def test_forks_go_their_own_ways(runner, whole):
@@ -109,7 +111,7 @@ def test_forks_go_their_own_ways(runner, whole):
     other = runner.ids.copy()
     other[0, 25:] = other[1, 25:]
     want_other = runner.step(runner.empty(), 0, 37, ids=other)[0]
-    _, cache = runner.step(runner.empty(3), 0, 25)
+    _, cache = runner.step(runner.empty(), 0, 25)
     cache, fits = dj.fork(cache, runner.config, jnp.int32(0), jnp.int32(2))
     assert bool(fits)
     ids = np.stack([runner.ids[0], other[0]])
@@ -131,7 +133,7 @@ def test_a_slot_can_be_used_again_and_rows_of_padding_touch_nothing(runner, whol
     # Row 1 of the text into slot 0, while slot 1 keeps its own.
     out, cache = runner.step(after, 0, 37, slots=(0,), rows=(1,))
     np.testing.assert_allclose(out[0], whole[1], atol=1e-5)
-    assert cache.lengths.tolist() == [37, 37]
+    assert cache.lengths.tolist() == [37, 37, 0]
 
 
 def test_rows_of_a_batch_may_stand_at_different_lengths(runner, whole):
@@ -144,7 +146,7 @@ def test_rows_of_a_batch_may_stand_at_different_lengths(runner, whole):
     out, cache = runner.forward(runner.params, batch=batch, cache=cache)
     np.testing.assert_allclose(out.logits[0], whole[0, 12:17], atol=1e-5)
     np.testing.assert_allclose(out.logits[1, :2], whole[1, 7:9], atol=1e-5)
-    assert cache.lengths.tolist() == [17, 9]
+    assert cache.lengths.tolist() == [17, 9, 0]
 
 
 @pytest.mark.parametrize("numerics", [FP32, RELEASED], ids=["fp32", "released"])

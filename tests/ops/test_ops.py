@@ -17,6 +17,8 @@ from deepinfer_jax.ops.select_entries import select_entries
 from deepinfer_jax.ops.sparse_attention import sparse_attention
 from deepinfer_jax.ops.tiles import map_tiles
 
+pytestmark = pytest.mark.optimized
+
 FP32 = Numerics.named("fp32")
 
 
