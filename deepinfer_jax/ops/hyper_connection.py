@@ -56,7 +56,9 @@ def sinkhorn(logits: jax.Array, eps: float, iterations: int) -> jax.Array:
     def columns(k: jax.Array) -> jax.Array:
         return k / (jnp.sum(k, axis=-2, keepdims=True) + eps)
 
-    k = jnp.exp(logits - jnp.max(logits, axis=-1, keepdims=True))
+    # The maximum cancels out, so it needs no gradient. Its own would compare recomputed logits with it for equality,
+    # which a compiler may make false everywhere: 0 / 0.
+    k = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
     k = columns(k / jnp.sum(k, axis=-1, keepdims=True) + eps)
     return lax.fori_loop(0, iterations - 1, lambda _, k: columns(rows(k)), k)
 

@@ -58,7 +58,8 @@ def _attend(q_THD: jax.Array, rows_TND: jax.Array, valid_TN: jax.Array, sink_H: 
     score = jnp.einsum("thd,tnd->thn", q_THD, rows_TND, precision=precision, preferred_element_type=jnp.float32)
     score = jnp.where(valid_TN[:, None, :], score * scale, -jnp.inf)
     # -1e30 rather than -inf: a query without valid rows must give 0, not NaN.
-    top = jnp.maximum(jnp.max(score, axis=-1, keepdims=True), -1e30)
+    # It cancels out, so it needs no gradient.
+    top = lax.stop_gradient(jnp.maximum(jnp.max(score, axis=-1, keepdims=True), -1e30))
     p = jnp.exp(score - top)
     denominator = jnp.sum(p, axis=-1) + jnp.exp(sink_H[None, :] - top[..., 0])
     out = jnp.einsum(

@@ -55,6 +55,7 @@ def test_the_released_arithmetic_agrees_loosely(data_dir, name):
 
 
 @pytest.mark.slow
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_shapes_of_the_architecture_agree(data_dir, name):
     """Other widths, windows, ratios, expert counts, source layouts, lengths past several pages.
