@@ -19,6 +19,7 @@ from jax.core import Tracer
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import CacheError
+from deepinfer_jax.formats import RowFormat
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.rows import RowLayout
 
@@ -92,13 +93,13 @@ class Layouts:
 
     @classmethod
     def of(cls, config: ModelConfig, numerics: Numerics) -> Layouts:
-        """Packed as released when KV goes through its round trip; else plain values of the compute dtype."""
-        t, packed = config.text_config, numerics.kv_round_trip
-        return cls(
-            RowLayout(t.head_dim, "fp8" if packed else None, numerics.dtype),
-            RowLayout(t.head_dim, "fp4_e4m3" if packed else None, numerics.dtype),
-            RowLayout(t.index_head_dim, "fp4_e8m0" if packed else None, numerics.dtype),
-        )
+        """Rounded as released when KV goes through its round trip, and packed if `packed_cache`; else plain values."""
+        t, rounded = config.text_config, numerics.kv_round_trip
+
+        def layout(width: int, fmt: RowFormat) -> RowLayout:
+            return RowLayout(width, fmt if rounded else None, numerics.dtype, numerics.packed_cache)
+
+        return cls(layout(t.head_dim, "fp8"), layout(t.head_dim, "fp4_e4m3"), layout(t.index_head_dim, "fp4_e8m0"))
 
 
 def page_tokens(config: ModelConfig) -> int:

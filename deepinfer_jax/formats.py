@@ -134,16 +134,32 @@ def _quantize_fp4(x: jax.Array, scale_format: Literal["e4m3", "e8m0"]) -> tuple[
 # ------------------------------------------------------------------- round trips and packed rows
 
 
+# Roundings have no useful derivative. Those below pass tangents on unchanged (the straight-through estimator), so that
+# the released arithmetic can be trained.
+
+
+@jax.custom_jvp
 def fp8_round_trip(x: jax.Array) -> jax.Array:
     """x through e4m3 with a power-of-two scale per 32 channels of the last axis; same dtype."""
     code, scale = _quantize_fp8(x)
     return _flat(code.astype(jnp.float32) * scale).astype(x.dtype)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
 def fp4_round_trip(x: jax.Array, scale_format: Literal["e4m3", "e8m0"]) -> jax.Array:
     """x through e2m1: `e4m3` scales per 16 channels (compressed KV) or powers of two per 32 (index q and k)."""
     code, scale = _quantize_fp4(x, scale_format)
     return _flat(decode_e2m1(code) * scale).astype(x.dtype)
+
+
+@fp8_round_trip.defjvp
+def _fp8_round_trip_jvp(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    return fp8_round_trip(*primals), tangents[0]
+
+
+@fp4_round_trip.defjvp
+def _fp4_round_trip_jvp(scale_format: Literal["e4m3", "e8m0"], primals: tuple, tangents: tuple) -> tuple:
+    return fp4_round_trip(primals[0], scale_format), tangents[0]
 
 
 RowFormat = Literal["fp8", "fp4_e4m3", "fp4_e8m0"]
@@ -280,6 +296,17 @@ def quantize_weight(w: jax.Array, fmt: WeightFormat) -> QuantizedTensor:
     return QuantizedTensor.from_parts(
         lax.bitcast_convert_type(code, jnp.uint8), encode_e8m0(scale)[..., :, 0, :, 0], fmt, (rows, cols)
     )
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def weight_round_trip(w: jax.Array, fmt: WeightFormat) -> jax.Array:
+    """What a weight [*lead, rows, columns] becomes by being quantised and decoded; straight through for gradients."""
+    return quantize_weight(w, fmt).decode(w.dtype)
+
+
+@weight_round_trip.defjvp
+def _weight_round_trip_jvp(fmt: WeightFormat, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    return weight_round_trip(primals[0], fmt), tangents[0]
 
 
 def weight(w: jax.Array | QuantizedTensor, dtype: Any) -> jax.Array:

@@ -21,13 +21,16 @@ class Numerics:
     Attributes:
         compute: Dtype of activations between operations.
         kv_round_trip: Window KV goes through FP8, compressed KV and index queries and keys through FP4,
-            as the released model does. Off, the caches hold `compute` values instead of packed bytes.
+            as the released model does. Off, the caches hold `compute` values.
         linear_round_trip: Inputs of FP8 and FP4 linears go through FP8 in groups of 32.
+        packed_cache: Round-tripped rows are held as packed bytes. Off, they are held as the `compute` values that the
+            bytes stand for: the same numbers, more memory, and a gradient.
     """
 
     compute: Literal["float32", "bfloat16"] = "bfloat16"
     kv_round_trip: bool = True
     linear_round_trip: bool = True
+    packed_cache: bool = True
 
     @property
     def dtype(self) -> Any:

@@ -211,6 +211,17 @@ class Indexer(nnx.Module):
         eps = self.config.text_config.rms_norm_eps
         return rms_norm(linear(latent_BSK, self.wk[...]), vectors["attn.indexer.k_norm.weight"], eps)
 
+    def queries(
+        self, x_BSD: jax.Array, qr_BSR: jax.Array, step: Step, numerics: Numerics
+    ) -> tuple[jax.Array, jax.Array]:
+        """Rotated index queries [B, S, H, index_head_dim] and scaled head weights [B, S, H]."""
+        t = self.config.text_config
+        q = quantized_linear(qr_BSR, self.wq_b[...], numerics)
+        q = rope(q.reshape(*q.shape[:-1], t.index_n_heads, t.index_head_dim), step.rope("yarn"))
+        # The scale is applied in float32: a bfloat16 constant would round it first.
+        scale = np.float32(t.index_head_dim**-0.5 * t.index_n_heads**-0.5)
+        return q, (linear(x_BSD, self.weights_proj[...]).astype(jnp.float32) * scale).astype(x_BSD.dtype)
+
     def __call__(
         self,
         x_BSD: jax.Array,
@@ -222,11 +233,7 @@ class Indexer(nnx.Module):
         numerics: Numerics,
     ) -> Selection:
         t, plan = self.config.text_config, self.plan
-        q = quantized_linear(qr_BSR, self.wq_b[...], numerics)
-        q = rope(q.reshape(*q.shape[:-1], t.index_n_heads, t.index_head_dim), step.rope("yarn"))
-        # The scale is applied in float32: a bfloat16 constant would round it first.
-        scale = np.float32(t.index_head_dim**-0.5 * t.index_n_heads**-0.5)
-        weights = (linear(x_BSD, self.weights_proj[...]).astype(jnp.float32) * scale).astype(x_BSD.dtype)
+        q, weights = self.queries(x_BSD, qr_BSR, step, numerics)
         limited = plan.candidates == "limited"
         assert not limited or selection is not None
         with jax.named_scope("select_entries"):

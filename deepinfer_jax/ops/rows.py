@@ -14,24 +14,32 @@ from deepinfer_jax.formats import RowFormat, decode_rows, encode_rows, fp4_round
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """How one vector of `width` channels is kept: packed in `fmt`, or as plain `dtype` values (fmt None)."""
+    """How one vector of `width` channels is kept: rounded to `fmt` (None: not at all), as packed bytes or as the
+    `dtype` values that they stand for."""
 
     width: int
     fmt: RowFormat | None
     dtype: Any
+    packed: bool = True
 
     @property
     def stored(self) -> tuple[int, Any]:
         """(elements, dtype) of one stored row."""
-        return (self.width, self.dtype) if self.fmt is None else (row_bytes(self.fmt, self.width), jnp.uint8)
+        if self.fmt is None or not self.packed:
+            return self.width, self.dtype
+        return row_bytes(self.fmt, self.width), jnp.uint8
 
     def encode(self, x: jax.Array) -> jax.Array:
         """[..., width] values -> stored rows."""
-        return x.astype(self.dtype) if self.fmt is None else encode_rows(x, self.fmt)
+        if self.fmt is None or not self.packed:
+            return self.round_trip(x).astype(self.dtype)
+        return encode_rows(x, self.fmt)
 
     def decode(self, rows: jax.Array) -> jax.Array:
         """Stored rows -> [..., width] values in `dtype`."""
-        return rows if self.fmt is None else decode_rows(rows, self.fmt, self.width, self.dtype)
+        if self.fmt is None or not self.packed:
+            return rows
+        return decode_rows(rows, self.fmt, self.width, self.dtype)
 
     def round_trip(self, x: jax.Array) -> jax.Array:
         """What x becomes by being stored and read."""
