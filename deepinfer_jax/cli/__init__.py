@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import typer
 
-from deepinfer_jax.cli import chat, checks, generate
+from deepinfer_jax.cli import chat, checks, drafts, generate
 
 app = typer.Typer(
     help="DeepSeek-V4.1-Flash as pure JAX functions.", no_args_is_help=True, pretty_exceptions_enable=False
 )
-for command in (generate.generate, chat.chat, checks.inspect, checks.compare):
+for command in (
+    generate.generate,
+    chat.chat,
+    checks.inspect,
+    checks.compare,
+    drafts.acceptance,
+    drafts.calibrate,
+):
     app.command()(command)
 
 __all__ = ["app"]

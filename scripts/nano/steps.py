@@ -63,7 +63,7 @@ def trunk_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics)
         update, memory = rule.update(grad, state["memory"], layers)
         layers = balanced(moved(layers, update, rate, decay), config, load, jnp.float32(BIAS_RATE))
         least = jnp.stack([jnp.min(v) * v.shape[0] for v in load.values()]).min()
-        metrics = {"loss": loss, "index loss": index, "gradient": optax.global_norm(grad), "least load": least}
+        metrics = {"loss": loss, "index loss": index, "gradient": _norm(grad), "least load": least}
         return {"layers": layers, "mtp": mtp, "memory": memory}, metrics
 
     def first(params: Params) -> State:
@@ -97,7 +97,7 @@ def draft_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics,
         divergence = jnp.sum(p * (log_p - log_q), axis=-1)
         accepted = 1 - 0.5 * jnp.sum(jnp.abs(p - jnp.exp(log_q)), axis=-1)
         doubt = optax.sigmoid_binary_cross_entropy(confidence, jax.lax.stop_gradient(accepted))
-        loss = jnp.mean(jnp.sum((divergence + (1 - accepted) + doubt) * share, axis=-1))
+        loss = jnp.mean(jnp.sum((divergence + (1 - accepted) + doubt) * share[None], axis=-1))
         return loss, (divergence.mean(), accepted.mean(0), doubt.mean(), load)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -121,6 +121,10 @@ def draft_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics,
         return {"layers": layers, "mtp": mtp, "memory": jax.jit(rule.init)(mtp)}
 
     return Trainer(first, step, lambda state, params: params | {"mtp": state["mtp"]})
+
+
+def _norm(tree: Any) -> jax.Array:
+    return jnp.sqrt(sum(jnp.sum(jnp.square(leaf)) for leaf in jax.tree.leaves(tree)))
 
 
 def drafted_positions(logits_BSV: jax.Array, anchors_BA: jax.Array, n: int) -> jax.Array:

@@ -1,0 +1,76 @@
+"""Pictures of a training run, `loss.png` and `experts.png`: `python -m scripts.nano.draw build/nano/run`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import matplotlib
+import numpy as np
+import typer
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+FAIR_SHARE = 0.2
+"""Least share of an expert that the project asks for, as a part of 1 / experts."""
+
+
+def read_log(file: Path) -> dict[str, np.ndarray]:
+    """Columns of a `.jsonl` log; NaN where a line lacks a value."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    names = sorted({name for line in lines for name in line})
+    return {name: np.array([line.get(name, np.nan) for line in lines]) for name in names}
+
+
+def draw_loss(trunk: dict[str, np.ndarray], drafter: dict[str, np.ndarray] | None, file: Path) -> None:
+    """Loss of the layers, with looks at held-out text, and of the drafter beside it."""
+    figure, axes = plt.subplots(1, 1 if drafter is None else 2, figsize=(10, 4), squeeze=False)
+    left = axes[0, 0]
+    left.plot(trunk["step"], trunk["loss"], label="training (weighted)")
+    if "held out" in trunk:
+        seen = ~np.isnan(trunk["held out"])
+        left.plot(trunk["step"][seen], trunk["held out"][seen], "o-", label="held-out prose")
+    left.set(xlabel="step", ylabel="nats per token", title="Layers", ylim=(0, 7))
+    left.legend()
+    if drafter is not None:
+        right = axes[0, 1]
+        right.plot(drafter["step"], drafter["loss"], label="KL(layers || draft), nats")
+        right.plot(drafter["step"], drafter["expected length"], label="expected tokens of a round at temperature 1")
+        right.set(xlabel="step", title="Drafter", ylim=(0, 6))
+        right.legend()
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def draw_experts(loads: dict[str, list[float]], file: Path) -> None:
+    """Share of each expert on held-out text, 1 being fair; layers from top to bottom."""
+    figure, axes = plt.subplots(figsize=(9, 0.45 * len(loads) + 1.5))
+    widest = max(map(len, loads.values()))
+    table = np.full((len(loads), widest), np.nan)
+    for row, share in enumerate(loads.values()):
+        table[row, : len(share)] = np.array(share) * len(share)
+    image = axes.imshow(table, aspect="auto", vmin=0, vmax=2, cmap="RdBu")
+    axes.set_yticks(range(len(loads)), [name.removesuffix(".ffn.load") for name in loads])
+    least = float(np.nanmin(table))
+    axes.set(xlabel="expert", title=f"Load of every expert over its fair share (least {least:.2f}, bar {FAIR_SHARE})")
+    figure.colorbar(image)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    plt.close(figure)
+
+
+def main(folder: Annotated[Path, typer.Argument(help="The --out of a training run.")]) -> None:
+    """Draw what the logs and figures of a run hold."""
+    drafter = folder / "drafter.jsonl"
+    second = read_log(drafter) if drafter.is_file() and drafter.stat().st_size else None
+    draw_loss(read_log(folder / "trunk.jsonl"), second, folder / "loss.png")
+    if (folder / "figures.json").is_file():
+        figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
+        draw_experts(figures["trunk"]["loads"] | figures["drafter"]["loads"], folder / "experts.png")
+
+
+if __name__ == "__main__":
+    typer.run(main)
