@@ -149,9 +149,10 @@ class Theirs:
         """With the prefill step that was best for this case when it came first."""
         key = numerics, case.name
         if key not in self.chunks:
-            fitting = [MLX_CHUNKS[0], *(c for c in MLX_CHUNKS[1:] if c < len(case.prompts[0]))]
-            # The first one is tried again when everything is loaded and compiled.
-            tried = {c: self._ask(numerics, case, c).first for c in (*fitting, *fitting[: len(fitting) > 1])}
+            tried = {MLX_CHUNKS[0]: 0.0}
+            if len(case.prompts[0]) > MLX_CHUNKS[-1]:
+                # The first one is tried again when everything is loaded and compiled.
+                tried = {c: self._ask(numerics, case, c).first for c in (*MLX_CHUNKS, MLX_CHUNKS[0])}
             self.chunks[key] = min(tried, key=lambda c: tried[c])
         return self._ask(numerics, case, self.chunks[key])
 
