@@ -22,6 +22,7 @@ import dataclasses
 import functools
 import importlib.metadata
 import json
+import logging
 import os
 import shutil
 import sys
@@ -32,10 +33,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-from mlx_vlm.generate import BatchGenerator, generate_step, generation_stream
-from mlx_vlm.models.deepseek_v41 import fakequant
-from mlx_vlm.models.switch_layers import SwitchLinear
-from mlx_vlm.utils import load_model
+
+# mlx-vlm makes its stream for the default device when it is imported.
+mx.set_default_device(mx.cpu)
+
+from mlx_vlm.generate import BatchGenerator, generate_step, generation_stream  # noqa: E402
+from mlx_vlm.models.deepseek_v41 import fakequant  # noqa: E402
+from mlx_vlm.models.switch_layers import SwitchLinear  # noqa: E402
+from mlx_vlm.utils import load_model  # noqa: E402
 
 NUMERICS = {
     # name: (activations and weights, whether activations and caches go through FP8 and FP4)
@@ -183,7 +188,7 @@ def answers_to() -> Iterator[Callable[[Any], None]]:
 
 def main() -> None:
     """Serve requests."""
-    mx.set_default_device(mx.cpu)
+    logging.disable(logging.WARNING)  # that a checkpoint without vision has no vision
     with answers_to() as say, tempfile.TemporaryDirectory() as folder:
         changes = [*adapt(Path(sys.argv[1]), Path(folder)), experts_in_float32()]
         engine = Engine(Path(folder))

@@ -39,6 +39,7 @@ import jax
 import numpy as np
 
 import deepinfer_jax as dj
+from deepinfer_jax.checkpoint.reader import default_expand
 from deepinfer_jax.cli.common import keep_compiled
 from deepinfer_jax.text.tokenizer import TextTokenizer
 
@@ -46,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[1]
 DRIVER = ROOT / "scripts" / "_bench_mlx.py"
 TEXT = ROOT / "docs" / "5-guide.md"
 MLX_VLM, MLX = "0.7.10", "0.32.4"
-MLX_CHUNKS = (2048, 512, 128, 32)
+MLX_CHUNKS = (2048, 512, 128, 32, 8)
 """Prefill steps to try; the first is mlx-vlm's default."""
 SHORT, LONG, BATCH = 32, 1000, 8
 MAX_LENGTH = 1024
@@ -108,10 +109,8 @@ class Ours:
 
     def run(self, numerics: str, case: Case) -> Timing:
         """The first token is timed in a run of its own: a dispatch gives several."""
-        first, _ = self._timed(case, 1)
-        if case.new == 1:
-            return Timing(first, first, _)
-        return Timing(first, *self._timed(case, case.new))
+        first, ids = self._timed(case, 1)
+        return Timing(first, first, ids) if case.new == 1 else Timing(first, *self._timed(case, case.new))
 
     def _timed(self, case: Case, new: int) -> tuple[float, list[list[int]]]:
         sampling = dj.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)
@@ -135,7 +134,7 @@ class Theirs:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit(f"{self.name} ended; its message stands above")
+            raise SystemExit(f"{self.name} ended; its message stands above. Removing its venv has it made anew.")
         return json.loads(line)
 
     def _ask(self, numerics: str, case: Case, chunk: int) -> Timing:
@@ -146,11 +145,11 @@ class Theirs:
         return Timing(**self._read())
 
     def run(self, numerics: str, case: Case) -> Timing:
-        """With the prefill step that was best for this case when it came first."""
+        """With the prefill step that was best when a prefill case came first; others have its default."""
         key = numerics, case.name
         if key not in self.chunks:
             tried = {MLX_CHUNKS[0]: 0.0}
-            if len(case.prompts[0]) > MLX_CHUNKS[-1]:
+            if case.new == 1:
                 # The first one is tried again when everything is loaded and compiled.
                 tried = {c: self._ask(numerics, case, c).first for c in (*MLX_CHUNKS, MLX_CHUNKS[0])}
             self.chunks[key] = min(tried, key=lambda c: tried[c])
@@ -227,14 +226,18 @@ def make_cases(checkpoint: str, new: int) -> list[Case]:
 def best_ours(checkpoint: str, numerics: str, cases: Sequence[Case], choices: dict[str, list[Any]]) -> Ours:
     """Our engine, every case compiled, with the best of the options."""
     tried: list[tuple[float, Ours]] = []
-    for values in itertools.product(*choices.values()):
-        ours = Ours(checkpoint, numerics, dict(zip(choices, values, strict=True)))
+    options = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    for some in options:
+        if some["expand"] == "default":
+            some["expand"] = default_expand(dj.ModelConfig.from_file(checkpoint), NUMERICS[numerics].compute)
+        ours = Ours(checkpoint, numerics, some)
         for case in cases:
             ours.run(numerics, case)
+        if len(options) == 1:
+            return ours
         speeds = [max(case.speed(ours.run(numerics, case)) for _ in range(2)) for case in cases]
         tried.append((float(np.exp(np.mean(np.log(speeds)))), ours))
-        if len(list(itertools.product(*choices.values()))) > 1:
-            print(f"  tried {ours.options}: " + ", ".join(f"{s:,.0f}" for s in speeds) + " tokens/s", flush=True)
+        print(f"  tried {some}: {', '.join(f'{s:,.0f}' for s in speeds)} tokens/s", flush=True)
     return max(tried, key=lambda t: t[0])[1]
 
 
@@ -295,7 +298,7 @@ def main() -> int:
     choices: dict[str, list[Any]] = {
         "steps": [int(v) for v in args.steps.split(",")],
         "chunk": [int(v) for v in args.chunk.split(",")],
-        "expand": [None if v == "default" else v for v in args.expand.split(",")],
+        "expand": args.expand.split(","),
     }
     cases = make_cases(args.checkpoint, args.new)
     with others(args.other_venv, args.checkpoint) as theirs:

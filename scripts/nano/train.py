@@ -98,12 +98,13 @@ def main(
     data: Annotated[Path, typer.Option(help="What `prepare` wrote.")] = Path("build/nano"),
     out: Annotated[Path, typer.Option(help="Checkpoint, curves and figures.")] = Path("build/nano/run"),
     states: Annotated[Path | None, typer.Option(help="Orbax checkpoints; below --out by default.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps for the layers.")] = 1500,
-    draft_steps: Annotated[int, typer.Option(help="Steps for the drafter.")] = 1500,
+    steps: Annotated[int, typer.Option(help="Steps for the layers.")] = 2000,
+    draft_steps: Annotated[int, typer.Option(help="Steps for the drafter.")] = 3000,
     batch: Annotated[int, typer.Option(help="Sequences of 1,024 tokens per step.")] = 32,
     anchors: Annotated[int, typer.Option(help="Drafted blocks per sequence and step.")] = 64,
     peak: Annotated[float, typer.Option(help="Learning rate of the plateau.")] = 3e-3,
-    decay: Annotated[float, typer.Option(help="Weight decay of matrices, times the learning rate.")] = 0.5,
+    decay: Annotated[float, typer.Option(help="Weight decay of matrices, times the learning rate.")] = 2.0,
+    draft_decay: Annotated[float, typer.Option(help="The same for the drafter.")] = 0.5,
     save_every: Annotated[int, typer.Option(help="Steps between Orbax checkpoints.")] = 500,
     check_every: Annotated[int, typer.Option(help="Steps between looks at held-out text.")] = 200,
     seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
@@ -114,7 +115,7 @@ def main(
     """Train, measure, and write the checkpoint in the released format."""
     out.mkdir(parents=True, exist_ok=True)
     settings = {"steps": steps, "draft steps": draft_steps, "batch": batch, "anchors": anchors, "peak": peak,
-                "decay": decay, "seed": seed, "compute": compute, "device": jax.devices()[0].device_kind}  # fmt: skip
+                "decay": decay, "draft decay": draft_decay, "seed": seed, "compute": compute, "device": jax.devices()[0].device_kind}  # fmt: skip
     config, token_map = configured(data)
     trained, plain = (dataclasses.replace(n, compute=compute) for n in (TRAINED, FLOAT))
     train, heldout = read_streams(data, "train"), read_streams(data, "heldout")
@@ -139,13 +140,13 @@ def main(
     )
     _compile(layers, params, of_trunk)
     ahead.start()
-    go = functools.partial(run, peak=peak, decay=decay, out=out, states=states or out / "states", save_every=save_every)
-    params = go("trunk", layers, params, of_trunk, steps=steps, check=check)
+    go = functools.partial(run, peak=peak, out=out, states=states or out / "states", save_every=save_every)
+    params = go("trunk", layers, params, of_trunk, steps=steps, decay=decay, check=check)
     ahead.join()
     figures = {"settings": settings, "trunk": evaluate_trunk(params, config, token_map, data, heldout, plain, trained)}
     print(json.dumps(figures["trunk"]["bits per byte"], indent=1), flush=True)
     export(out / "checkpoint", params, config, token_map, data)
-    params = go("drafter", drafter, params, of_drafter, steps=draft_steps)
+    params = go("drafter", drafter, params, of_drafter, steps=draft_steps, decay=draft_decay)
     export(out / "checkpoint", params, config, token_map, data)
     figures["drafter"] = evaluate_drafts(params, config, token_map, trained, heldout)
     print(json.dumps(figures["drafter"], indent=1), flush=True)
