@@ -41,7 +41,7 @@ def draw_loss(trunk: dict[str, np.ndarray], drafter: dict[str, np.ndarray] | Non
         right.set(xlabel="step", title="Drafter", ylim=(0, 6))
         right.legend()
     figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=80)
     plt.close(figure)
 
 
@@ -58,7 +58,7 @@ def draw_experts(loads: dict[str, list[float]], file: Path) -> None:
     axes.set(xlabel="expert", title=f"Load of every expert over its fair share (least {least:.2f}, bar {FAIR_SHARE})")
     figure.colorbar(image)
     figure.tight_layout()
-    figure.savefig(file, dpi=110)
+    figure.savefig(file, dpi=80)
     plt.close(figure)
 
 

@@ -23,6 +23,9 @@ BIAS_RATE = 1e-3
 DRAFT_SHARE = 0.85
 """Weight of a drafted position in the loss, over the one before it."""
 
+REJECTED = 4.0
+"""Weight of the probability of a rejection beside the divergence, in nats: the former is what a draft costs."""
+
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
 
@@ -76,7 +79,7 @@ def trunk_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics)
 def draft_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics, anchors: int) -> Trainer:
     """Trains the drafter (`mtp`); the layers are frozen, rounded as released. Inputs are tokens and a random key.
 
-    The loss of a position is KL(layers || draft), plus the probability that the draft is rejected, plus the cross
+    The loss of a position is KL(layers || draft), plus 4 times the probability that the draft is rejected, plus the cross
     entropy of the confidence with the probability that it is accepted, which is 1 - TV(layers, draft) exactly.
 
     Args:
@@ -97,7 +100,7 @@ def draft_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics,
         divergence = jnp.sum(p * (log_p - log_q), axis=-1)
         accepted = 1 - 0.5 * jnp.sum(jnp.abs(p - jnp.exp(log_q)), axis=-1)
         doubt = optax.sigmoid_binary_cross_entropy(confidence, jax.lax.stop_gradient(accepted))
-        loss = jnp.mean(jnp.sum((divergence + (1 - accepted) + doubt) * share[None], axis=-1))
+        loss = jnp.mean(jnp.sum((divergence + REJECTED * (1 - accepted) + doubt) * share[None], axis=-1))
         return loss, (divergence.mean(), accepted.mean(0), doubt.mean(), load)
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -32,7 +32,7 @@ from scripts.nano.forward import count
 from scripts.nano.model import FLOAT, TRAINED
 from scripts.nano.optimizer import learning_rate
 from scripts.nano.steps import Trainer, draft_trainer, trunk_trainer
-from scripts.nano.streams import read_streams, sample
+from scripts.nano.streams import DRAFT_MIXTURE, read_streams, sample
 from scripts.nano.weights import as_released, initial_params, with_token_map
 
 SHARD_BYTES = 15 << 20
@@ -99,9 +99,9 @@ def main(
     out: Annotated[Path, typer.Option(help="Checkpoint, curves and figures.")] = Path("build/nano/run"),
     states: Annotated[Path | None, typer.Option(help="Orbax checkpoints; below --out by default.")] = None,
     steps: Annotated[int, typer.Option(help="Steps for the layers.")] = 2000,
-    draft_steps: Annotated[int, typer.Option(help="Steps for the drafter.")] = 3000,
+    draft_steps: Annotated[int, typer.Option(help="Steps for the drafter.")] = 4600,
     batch: Annotated[int, typer.Option(help="Sequences of 1,024 tokens per step.")] = 32,
-    anchors: Annotated[int, typer.Option(help="Drafted blocks per sequence and step.")] = 64,
+    anchors: Annotated[int, typer.Option(help="Drafted blocks per sequence and step.")] = 256,
     peak: Annotated[float, typer.Option(help="Learning rate of the plateau.")] = 3e-3,
     decay: Annotated[float, typer.Option(help="Weight decay of matrices, times the learning rate.")] = 2.0,
     draft_decay: Annotated[float, typer.Option(help="The same for the drafter.")] = 0.5,
@@ -126,7 +126,7 @@ def main(
         return sample(train, seed, i, batch, SEQUENCE)
 
     def of_drafter(i: int) -> tuple:
-        return sample(train, seed + 1, i, batch, SEQUENCE)[0], jax.random.key(i)
+        return sample(train, seed + 1, i, batch, SEQUENCE, DRAFT_MIXTURE)[0], jax.random.key(i)
 
     def check(i: int, params: Params) -> dict[str, float]:
         if i % check_every and i != steps:
