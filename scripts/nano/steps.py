@@ -79,8 +79,8 @@ def trunk_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics)
 def draft_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics, anchors: int) -> Trainer:
     """Trains the drafter (`mtp`); the layers are frozen, rounded as released. Inputs are tokens and a random key.
 
-    The loss of a position is KL(layers || draft), plus 4 times the probability that the draft is rejected, plus the cross
-    entropy of the confidence with the probability that it is accepted, which is 1 - TV(layers, draft) exactly.
+    The loss of a position is KL(layers || draft), plus 4 times the probability that the draft is rejected, plus the
+    cross entropy of the confidence with the probability that it is accepted, which is 1 - TV(layers, draft) exactly.
 
     Args:
         anchors: Drafted blocks per sequence.

@@ -114,8 +114,10 @@ def main(
 ) -> None:
     """Train, measure, and write the checkpoint in the released format."""
     out.mkdir(parents=True, exist_ok=True)
-    settings = {"steps": steps, "draft steps": draft_steps, "batch": batch, "anchors": anchors, "peak": peak,
-                "decay": decay, "draft decay": draft_decay, "seed": seed, "compute": compute, "device": jax.devices()[0].device_kind}  # fmt: skip
+    settings = {
+        "steps": steps, "draft steps": draft_steps, "batch": batch, "anchors": anchors, "peak": peak, "decay": decay,
+        "draft decay": draft_decay, "seed": seed, "compute": compute, "device": jax.devices()[0].device_kind,
+    }  # fmt: skip
     config, token_map = configured(data)
     trained, plain = (dataclasses.replace(n, compute=compute) for n in (TRAINED, FLOAT))
     train, heldout = read_streams(data, "train"), read_streams(data, "heldout")
