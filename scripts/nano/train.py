@@ -61,27 +61,28 @@ def run(
     Raises:
         SystemExit: A metric that is not finite.
     """
-    manager = ocp.CheckpointManager((states / name).absolute(), options=ocp.CheckpointManagerOptions(max_to_keep=1))
-    state, begun = trainer.first(params), 0
-    if manager.latest_step() is not None:
-        begun = int(manager.latest_step() or 0)
-        state = dict(manager.restore(begun, args=ocp.args.StandardRestore(state)))
-        print(f"{name}: goes on from step {begun}", flush=True)
-    start, window = time.perf_counter(), []
-    with (out / f"{name}.jsonl").open("a" if begun else "w", encoding="utf-8") as log:
-        for i in range(begun, steps):
-            rate = np.float32(learning_rate(i, steps, peak))
-            state, metrics = trainer.step(state, rate, np.float32(decay), *feed(i))
-            window.append(metrics)
-            last = i + 1 == steps
-            if (i + 1) % LOGGED == 0 or last:
-                means = {k: float(np.mean([float(m[k]) for m in window])) for k in metrics}
-                means |= check(i + 1, trainer.merged(state, params))
-                _write(log, name, {"step": i + 1, "seconds": round(time.perf_counter() - start, 1)} | means)
-                window = []
-            if (i + 1) % save_every == 0 or last:
-                manager.save(i + 1, args=ocp.args.StandardSave(state))
-    manager.wait_until_finished()
+    options = ocp.CheckpointManagerOptions(max_to_keep=1)
+    # Closed also on Ctrl-C: what is being saved then is saved to its end.
+    with ocp.CheckpointManager((states / name).absolute(), options=options) as manager:
+        state, begun = trainer.first(params), 0
+        if manager.latest_step() is not None:
+            begun = int(manager.latest_step() or 0)
+            state = dict(manager.restore(begun, args=ocp.args.StandardRestore(state)))
+            print(f"{name}: goes on from step {begun}", flush=True)
+        start, window = time.perf_counter(), []
+        with (out / f"{name}.jsonl").open("a" if begun else "w", encoding="utf-8") as log:
+            for i in range(begun, steps):
+                rate = np.float32(learning_rate(i, steps, peak))
+                state, metrics = trainer.step(state, rate, np.float32(decay), *feed(i))
+                window.append(metrics)
+                last = i + 1 == steps
+                if (i + 1) % LOGGED == 0 or last:
+                    means = {k: float(np.mean([float(m[k]) for m in window])) for k in metrics}
+                    means |= check(i + 1, trainer.merged(state, params))
+                    _write(log, name, {"step": i + 1, "seconds": round(time.perf_counter() - start, 1)} | means)
+                    window = []
+                if (i + 1) % save_every == 0 or last:
+                    manager.save(i + 1, args=ocp.args.StandardSave(state))
     return trainer.merged(state, params)
 
 
