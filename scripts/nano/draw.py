@@ -66,10 +66,10 @@ def main(folder: Annotated[Path, typer.Argument(help="The --out of a training ru
     """Draw what the logs and figures of a run hold."""
     drafter = folder / "drafter.jsonl"
     second = read_log(drafter) if drafter.is_file() and drafter.stat().st_size else None
-    draw_loss(read_log(folder / "trunk.jsonl"), second, folder / "loss.png")
+    draw_loss(read_log(folder / "layers.jsonl"), second, folder / "loss.png")
     if (folder / "figures.json").is_file():
         figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
-        draw_experts(figures["trunk"]["loads"] | figures["drafter"]["loads"], folder / "experts.png")
+        draw_experts(figures["layers"]["loads"] | figures["drafter"]["loads"], folder / "experts.png")
 
 
 if __name__ == "__main__":

@@ -95,17 +95,6 @@ def _loss_of(params: Params, config: ModelConfig, tokens: jax.Array, numerics: N
 _losses = jax.jit(_loss_of, static_argnums=(1, 3))
 
 
-def compile_evaluation(
-    params: Params, config: ModelConfig, token_map: jax.Array, numerics: tuple[Numerics, Numerics]
-) -> None:
-    """Compile what the evaluations run, for trees of the shapes of `params`."""
-    weights = jax.eval_shape(lambda p: with_token_map(p, token_map), params)
-    tokens = jax.ShapeDtypeStruct((BATCH, SEQUENCE), jnp.int32)
-    for one in numerics[::-1]:
-        _losses.lower(weights, config, tokens, one).compile()
-    _accepted.lower(weights, config, tokens, jax.eval_shape(lambda: jax.random.key(0)), numerics[1]).compile()
-
-
 def quick_loss(
     params: Params, config: ModelConfig, token_map: jax.Array, trained: Numerics, heldout: dict[str, Stream]
 ) -> float:

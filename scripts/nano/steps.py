@@ -20,11 +20,8 @@ from scripts.nano.weights import as_released, with_token_map
 BIAS_RATE = 1e-3
 """How far a router bias moves per step."""
 
-DRAFT_SHARE = 0.85
-"""Weight of a drafted position in the loss, over the one before it."""
-
-REJECTED = 4.0
-"""Weight of the probability of a rejection beside the divergence, in nats: the former is what a draft costs."""
+DRAFT_SHARE = 0.75
+"""Weight of a drafted position in divergence and doubt, over the one before it."""
 
 State = dict[str, Any]
 Metrics = dict[str, jax.Array]
@@ -79,8 +76,9 @@ def trunk_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics)
 def draft_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics, anchors: int) -> Trainer:
     """Trains the drafter (`mtp`); the layers are frozen, rounded as released. Inputs are tokens and a random key.
 
-    The loss of a position is KL(layers || draft), plus 4 times the probability that the draft is rejected, plus the
-    cross entropy of the confidence with the probability that it is accepted, which is 1 - TV(layers, draft) exactly.
+    The probability that a draft is accepted after accepted ones is 1 - TV(layers, draft) exactly, so the tokens that a
+    block is expected to give up are known, and are the loss; beside it KL(layers || draft), from which positions learn
+    that are seldom reached, and the cross entropy of the confidence with the probability of acceptance.
 
     Args:
         anchors: Drafted blocks per sequence.
@@ -100,21 +98,19 @@ def draft_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics,
         divergence = jnp.sum(p * (log_p - log_q), axis=-1)
         accepted = 1 - 0.5 * jnp.sum(jnp.abs(p - jnp.exp(log_q)), axis=-1)
         doubt = optax.sigmoid_binary_cross_entropy(confidence, jax.lax.stop_gradient(accepted))
-        loss = jnp.mean(jnp.sum((divergence + REJECTED * (1 - accepted) + doubt) * share[None], axis=-1))
-        return loss, (divergence.mean(), accepted.mean(0), doubt.mean(), load)
+        length = jnp.cumprod(accepted, axis=-1).sum(-1).mean()
+        loss = n - length + jnp.sum((divergence + doubt).mean(0) * share)
+        return loss, ({"loss": divergence.mean(), "confidence loss": doubt.mean(), "expected length": 1 + length}, load)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def step(
         state: State, rate: jax.Array, decay: jax.Array, tokens: jax.Array, key: jax.Array
     ) -> tuple[State, Metrics]:
         at = jax.random.randint(key, (tokens.shape[0], anchors), 0, tokens.shape[1] - n)
-        grad, (divergence, accepted, doubt, load) = jax.grad(loss_of, has_aux=True)(
-            state["mtp"], state["layers"], tokens, at
-        )
+        grad, (metrics, load) = jax.grad(loss_of, has_aux=True)(state["mtp"], state["layers"], tokens, at)
         update, memory = rule.update(grad, state["memory"], state["mtp"])
         mtp = moved(state["mtp"], update, rate, decay)
         mtp = balanced({"mtp": mtp}, config, load, jnp.float32(BIAS_RATE))["mtp"]
-        metrics = {"loss": divergence, "confidence loss": doubt, "expected length": 1 + jnp.cumprod(accepted).sum()}
         return {"layers": state["layers"], "mtp": mtp, "memory": memory}, metrics
 
     def first(params: Params) -> State:

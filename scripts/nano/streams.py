@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,12 @@ MIXTURE = {
 }  # fmt: skip
 """Share of the sequences of a batch."""
 
+OWN = "own"
+"""The source that the layers write for the drafter (`own_text.py`)."""
+
 DRAFT_MIXTURE = {
-    "bible": 0.13, "austen": 0.14, "devil": 0.04, "jargon": 0.09, "wordnet": 0.16, "python": 0.16, "chat": 0.28,
+    "bible": 0.08, "austen": 0.09, "devil": 0.02, "jargon": 0.05, "wordnet": 0.10, "python": 0.10, "chat": 0.16,
+    OWN: 0.40,
 }  # fmt: skip
 """The same for the drafter: more even, since small sources do no harm where the layers say what is right."""
 
@@ -47,13 +52,13 @@ class Stream:
         return cls(tokens, weight, np.flatnonzero(tokens == BOS))
 
 
-def read_streams(data: Path, split: str) -> dict[str, Stream]:
+def read_streams(data: Path, split: str, mixture: Mapping[str, float] = MIXTURE) -> dict[str, Stream]:
     """The streams of `train` or `heldout` by source."""
-    return {name: Stream.read(data / split, name) for name in MIXTURE}
+    return {name: Stream.read(data / split, name) for name in mixture}
 
 
 def sample(
-    streams: dict[str, Stream], seed: int, step: int, batch: int, length: int, mixture: dict[str, float] = MIXTURE
+    streams: dict[str, Stream], seed: int, step: int, batch: int, length: int, mixture: Mapping[str, float] = MIXTURE
 ) -> tuple[np.ndarray, np.ndarray]:
     """Tokens int32[batch, length] and their weights float32[batch, length] of one step.
 

@@ -1,16 +1,16 @@
 """Trains the nano checkpoint: first the layers, then the drafter on the frozen layers.
 
-    python -m scripts.nano.train --data build/nano --out build/nano/run
+    python -m scripts.nano.train layers --data build/nano --out build/nano/run
+    python -m scripts.nano.own_text build/nano/run/checkpoint --data build/nano
+    python -m scripts.nano.train drafter --data build/nano --out build/nano/run
 
-One GPU for some minutes. An interrupted run goes on from its last Orbax checkpoint when it is started again.
+One GPU for some minutes each. An interrupted run goes on from its last Orbax checkpoint when it is started again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -22,18 +22,19 @@ import numpy as np
 import orbax.checkpoint as ocp
 import typer
 
+from deepinfer_jax.checkpoint import load
 from deepinfer_jax.checkpoint.writer import quantize_params, save_checkpoint
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.v41 import Params
 from deepinfer_jax.text.token_map import load_token_map
 from scripts.nano.config import NOISE, SEQUENCE, nano_config
-from scripts.nano.evaluate import compile_evaluation, evaluate_drafts, evaluate_trunk, quick_loss
+from scripts.nano.evaluate import evaluate_drafts, evaluate_trunk, quick_loss
 from scripts.nano.forward import count
 from scripts.nano.model import FLOAT, TRAINED
 from scripts.nano.optimizer import learning_rate
 from scripts.nano.steps import Trainer, draft_trainer, trunk_trainer
 from scripts.nano.streams import DRAFT_MIXTURE, read_streams, sample
-from scripts.nano.weights import as_released, initial_params, with_token_map
+from scripts.nano.weights import as_released, initial_params, is_quantized, with_token_map
 
 SHARD_BYTES = 15 << 20
 LOGGED = 25
@@ -95,65 +96,121 @@ def _write(log: Any, name: str, line: dict[str, Any]) -> None:
         raise SystemExit(f"{name}: metrics are not finite: {line}")
 
 
-def main(
-    data: Annotated[Path, typer.Option(help="What `prepare` wrote.")] = Path("build/nano"),
-    out: Annotated[Path, typer.Option(help="Checkpoint, curves and figures.")] = Path("build/nano/run"),
-    states: Annotated[Path | None, typer.Option(help="Orbax checkpoints; below --out by default.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps for the layers.")] = 2000,
-    draft_steps: Annotated[int, typer.Option(help="Steps for the drafter.")] = 4600,
-    batch: Annotated[int, typer.Option(help="Sequences of 1,024 tokens per step.")] = 32,
-    anchors: Annotated[int, typer.Option(help="Drafted blocks per sequence and step.")] = 256,
-    peak: Annotated[float, typer.Option(help="Learning rate of the plateau.")] = 3e-3,
-    decay: Annotated[float, typer.Option(help="Weight decay of matrices, times the learning rate.")] = 2.0,
-    draft_decay: Annotated[float, typer.Option(help="The same for the drafter.")] = 0.5,
-    save_every: Annotated[int, typer.Option(help="Steps between Orbax checkpoints.")] = 500,
+app = typer.Typer(help="Train the nano checkpoint.", add_completion=False, pretty_exceptions_enable=False)
+
+Data = Annotated[Path, typer.Option(help="What `prepare` wrote.")]
+Out = Annotated[Path, typer.Option(help="Checkpoint, curves and figures.")]
+States = Annotated[Path | None, typer.Option(help="Orbax checkpoints; below --out by default.")]
+Steps = Annotated[int, typer.Option(help="Steps in all.")]
+SequencesPerStep = Annotated[int, typer.Option(help="Sequences of 1,024 tokens per step.")]
+Peak = Annotated[float, typer.Option(help="Learning rate of the plateau.")]
+Decay = Annotated[float, typer.Option(help="Weight decay of matrices, times the learning rate.")]
+SaveEvery = Annotated[int, typer.Option(help="Steps between Orbax checkpoints.")]
+Seed = Annotated[int, typer.Option(help="Of weights and batches.")]
+Compute = Annotated[str, typer.Option(help="bfloat16, as released, or float32 where that is all there is.")]
+
+
+@app.command()
+def layers(
+    data: Data = Path("build/nano"),
+    out: Out = Path("build/nano/run"),
+    states: States = None,
+    steps: Steps = 2000,
+    batch: SequencesPerStep = 32,
+    peak: Peak = 3e-3,
+    decay: Decay = 2.0,
+    save_every: SaveEvery = 500,
     check_every: Annotated[int, typer.Option(help="Steps between looks at held-out text.")] = 200,
-    seed: Annotated[int, typer.Option(help="Of weights and batches.")] = 0,
-    compute: Annotated[
-        str, typer.Option(help="bfloat16, as released, or float32 where that is all there is.")
-    ] = "bfloat16",
+    seed: Seed = 0,
+    compute: Compute = "bfloat16",
 ) -> None:
-    """Train, measure, and write the checkpoint in the released format."""
-    out.mkdir(parents=True, exist_ok=True)
-    settings = {
-        "steps": steps, "draft steps": draft_steps, "batch": batch, "anchors": anchors, "peak": peak, "decay": decay,
-        "draft decay": draft_decay, "seed": seed, "compute": compute, "device": jax.devices()[0].device_kind,
-    }  # fmt: skip
+    """Train all but the drafter, measure, and write the checkpoint (with a drafter that knows nothing)."""
+    settings = {"steps": steps, "batch": batch, "peak": peak, "decay": decay, "seed": seed, "compute": compute}
     config, token_map = configured(data)
     trained, plain = (dataclasses.replace(n, compute=compute) for n in (TRAINED, FLOAT))
     train, heldout = read_streams(data, "train"), read_streams(data, "heldout")
+    out.mkdir(parents=True, exist_ok=True)
     params = initial_params(config, seed)
-    print(f"{count(params):,} weights on {settings['device']}", flush=True)
-
-    def of_trunk(i: int) -> tuple:
-        return sample(train, seed, i, batch, SEQUENCE)
-
-    def of_drafter(i: int) -> tuple:
-        return sample(train, seed + 1, i, batch, SEQUENCE, DRAFT_MIXTURE)[0], jax.random.key(i)
+    print(f"{count(params):,} weights on {jax.devices()[0].device_kind}", flush=True)
 
     def check(i: int, params: Params) -> dict[str, float]:
         if i % check_every and i != steps:
             return {}
         return {"held out": quick_loss(params, config, token_map, trained, heldout)}
 
-    layers, drafter = trunk_trainer(config, token_map, trained), draft_trainer(config, token_map, trained, anchors)
-    # Programs that are needed later are compiled while the first one runs.
-    ahead = threading.Thread(
-        target=_compile_ahead, args=(drafter, params, of_drafter, config, token_map, (plain, trained))
+    params = run(
+        "layers",
+        trunk_trainer(config, token_map, trained),
+        params,
+        lambda i: sample(train, seed, i, batch, SEQUENCE),
+        steps=steps,
+        peak=peak,
+        decay=decay,
+        out=out,
+        states=states or out / "states",
+        save_every=save_every,
+        check=check,
     )
-    _compile(layers, params, of_trunk)
-    ahead.start()
-    go = functools.partial(run, peak=peak, out=out, states=states or out / "states", save_every=save_every)
-    params = go("trunk", layers, params, of_trunk, steps=steps, decay=decay, check=check)
-    ahead.join()
-    figures = {"settings": settings, "trunk": evaluate_trunk(params, config, token_map, data, heldout, plain, trained)}
-    print(json.dumps(figures["trunk"]["bits per byte"], indent=1), flush=True)
-    export(out / "checkpoint", params, config, token_map, data)
-    params = go("drafter", drafter, params, of_drafter, steps=draft_steps, decay=draft_decay)
-    export(out / "checkpoint", params, config, token_map, data)
-    figures["drafter"] = evaluate_drafts(params, config, token_map, trained, heldout)
-    print(json.dumps(figures["drafter"], indent=1), flush=True)
-    (out / "figures.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    export(out / "checkpoint", with_token_map(as_released(params, config), token_map), config, data)
+    figures = evaluate_trunk(params, config, token_map, data, heldout, plain, trained)
+    print(json.dumps(figures["bits per byte"], indent=1), flush=True)
+    write_figures(out, "layers", settings, figures)
+
+
+@app.command()
+def drafter(
+    data: Data = Path("build/nano"),
+    out: Out = Path("build/nano/run"),
+    states: States = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="The trained layers; what `layers` wrote to --out by default.")
+    ] = None,
+    steps: Steps = 13000,
+    batch: SequencesPerStep = 32,
+    anchors: Annotated[int, typer.Option(help="Drafted blocks per sequence and step.")] = 256,
+    peak: Peak = 3e-3,
+    decay: Decay = 0.5,
+    save_every: SaveEvery = 500,
+    seed: Seed = 0,
+    compute: Compute = "bfloat16",
+) -> None:
+    """Train a new drafter on the layers of a checkpoint, measure, and write layers and drafter."""
+    settings = {
+        "steps": steps,
+        "batch": batch,
+        "anchors": anchors,
+        "peak": peak,
+        "decay": decay,
+        "seed": seed,
+        "compute": compute,
+    }
+    config, token_map = configured(data)
+    trained = dataclasses.replace(TRAINED, compute=compute)
+    train, heldout = read_streams(data, "train", DRAFT_MIXTURE), read_streams(data, "heldout")
+    out.mkdir(parents=True, exist_ok=True)
+    released = read_layers(checkpoint or out / "checkpoint", config)
+    params = decoded(released) | {"mtp": initial_params(config, seed)["mtp"]}
+
+    def feed(i: int) -> tuple:
+        return sample(train, seed + 1, i, batch, SEQUENCE, DRAFT_MIXTURE)[0], jax.random.key(i)
+
+    params = run(
+        "drafter",
+        draft_trainer(config, token_map, trained, anchors),
+        params,
+        feed,
+        steps=steps,
+        peak=peak,
+        decay=decay,
+        out=out,
+        states=states or out / "states",
+        save_every=save_every,
+    )
+    mtp = as_released(params, config)["mtp"]
+    export(out / "checkpoint", with_token_map(released | {"mtp": mtp}, token_map), config, data)
+    figures = evaluate_drafts(params, config, token_map, trained, heldout)
+    print(json.dumps(figures, indent=1), flush=True)
+    write_figures(out, "drafter", settings, figures)
 
 
 def configured(data: Path) -> tuple[ModelConfig, jax.Array]:
@@ -165,30 +222,45 @@ def configured(data: Path) -> tuple[ModelConfig, jax.Array]:
     return config, jnp.asarray(token_map)
 
 
-def export(directory: Path, params: Params, config: ModelConfig, token_map: jax.Array, data: Path) -> None:
-    """The checkpoint under the released names and dtypes."""
-    rounded = with_token_map(as_released(params, config), token_map)
+def read_layers(checkpoint: Path, config: ModelConfig) -> Params:
+    """The quantised tree of a checkpoint, without token map and drafter.
+
+    Raises:
+        SystemExit: The checkpoint has another configuration than the data ask for.
+    """
+    found, params = load(checkpoint, expand="none", progress=False)
+    if found.to_dict() != config.to_dict():
+        raise SystemExit(f"{checkpoint}: its config.json is not that of this data and recipe")
+    return {name: leaf for name, leaf in params.items() if name not in ("mtp", "token_map")}
+
+
+def decoded(params: Params) -> Params:
+    """float32 masters from a quantised tree."""
+
+    def one(leaf: Any) -> jax.Array:
+        return leaf.decode(jnp.float32) if is_quantized(leaf) else leaf.astype(jnp.float32)
+
+    return jax.tree.map(one, params, is_leaf=is_quantized)
+
+
+def export(directory: Path, params: Params, config: ModelConfig, data: Path) -> None:
+    """The checkpoint under the released names and dtypes; matrices that are quantised already stay as they are."""
     save_checkpoint(
         directory,
-        quantize_params(rounded, config),
+        quantize_params(params, config),
         config,
         tokenizer=data / "tokenizer.json",
         max_shard_bytes=SHARD_BYTES,
     )
 
 
-def _compile(trainer: Trainer, params: Params, feed: Callable[[int], tuple]) -> None:
-    state, zero = jax.eval_shape(trainer.first, params), np.float32(0)
-    trainer.step.lower(state, zero, zero, *feed(0)).compile()  # type: ignore[attr-defined]
-
-
-def _compile_ahead(
-    drafter: Trainer, params: Params, feed: Callable, config: ModelConfig, token_map: jax.Array, numerics: tuple
-) -> None:
-    shapes = jax.eval_shape(lambda p: p, params)
-    compile_evaluation(shapes, config, token_map, numerics)
-    _compile(drafter, shapes, feed)
+def write_figures(out: Path, name: str, settings: dict[str, Any], figures: dict[str, Any]) -> None:
+    """Settings and figures of one training into `figures.json`, beside what it holds of the other."""
+    file = out / "figures.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    known[name] = {"settings": settings | {"device": jax.devices()[0].device_kind}} | figures
+    file.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    app()

@@ -17,7 +17,7 @@ from scripts.nano.config import nano_config
 from scripts.nano.optimizer import balanced, learning_rate
 from scripts.nano.steps import draft_trainer, trunk_trainer
 from scripts.nano.streams import MIXTURE, Stream, sample, windows
-from scripts.nano.weights import as_released, initial_params, vector_layouts
+from scripts.nano.weights import as_released, initial_params, vector_layouts, with_token_map
 
 SMALL = {
     "vocab_size": 128, "hidden_size": 64, "moe_intermediate_size": 32, "num_attention_heads": 2, "head_dim": 64,
@@ -95,7 +95,8 @@ def test_the_files_hold_what_was_trained(small, tmp_path, monkeypatch):
     source = tmp_path / "data"
     source.mkdir()
     (source / "tokenizer.json").write_text("{}")
-    train.export(tmp_path / "checkpoint", params, config, token_map, source)
+    released = with_token_map(as_released(params, config), token_map)
+    train.export(tmp_path / "checkpoint", released, config, source)
     monkeypatch.setattr("deepinfer_jax.checkpoint.reader._token_map", lambda path, config: np.asarray(token_map))
     _, read = load(tmp_path / "checkpoint", progress=False)
     rounded = as_released(params, config)

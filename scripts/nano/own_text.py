@@ -1,0 +1,58 @@
+"""Text that the trained layers write themselves: the drafter meets it in use, and corpora hold little like it.
+
+    python -m scripts.nano.own_text build/nano/run/checkpoint --data build/nano
+
+Prompts are like the held-out ones, but from training text; half of the continuations are greedy, half sampled. They
+become one more source of the drafter, `train/own.npy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+import deepinfer_jax as dj
+from scripts.nano.prompts import prompts_of
+from scripts.nano.streams import MIXTURE, OWN
+
+TEMPERATURES = (0.0, 1.0)
+
+
+def written(llm: dj.LLM, prompts: Sequence[Sequence[int]], new: int) -> list[np.ndarray]:
+    """Each prompt with its continuation, uint16[N], at every temperature in turn."""
+    found = []
+    for temperature in TEMPERATURES:
+        outputs = llm.generate(list(prompts), dj.SamplingParams(temperature=temperature, max_tokens=new))
+        found.append([
+            np.array([*prompt, *output.outputs[0].token_ids], np.uint16)
+            for prompt, output in zip(prompts, outputs, strict=True)
+        ])  # fmt: skip
+    return [text for pair in zip(*found, strict=True) for text in pair]
+
+
+def main(
+    checkpoint: Annotated[Path, typer.Argument(help="The trained layers; the drafter is not asked.")],
+    data: Annotated[Path, typer.Option(help="What `prepare` wrote.")] = Path("build/nano"),
+    count: Annotated[int, typer.Option(help="Prompts of each source.")] = 3000,
+    new: Annotated[int, typer.Option(help="Tokens of a continuation.")] = 160,
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 512,
+    seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
+) -> None:
+    """Write `own.npy` beside the other sources of `train`."""
+    config = dj.ModelConfig.from_file(checkpoint)
+    room = min(1024, config.text_config.max_position_embeddings) - new
+    each = {name: prompts_of(data / "train", name, count) for name in MIXTURE}
+    prompts = [prompt for row in zip(*each.values(), strict=True) for prompt in row if len(prompt) <= room]
+    llm = dj.LLM(checkpoint, batch_size=batch, max_length=room + new, steps=16, chunk=16 * batch, seed=seed)
+    texts = written(llm, prompts, new)
+    stream = np.concatenate(texts)
+    np.save(data / "train" / f"{OWN}.npy", stream)
+    print(f"{len(texts):,} texts, {len(stream):,} tokens")
+
+
+if __name__ == "__main__":
+    typer.run(main)
