@@ -108,9 +108,13 @@ class Ours:
         )
 
     def run(self, numerics: str, case: Case) -> Timing:
-        """The first token is timed in a run of its own: a dispatch gives several."""
-        first, ids = self._timed(case, 1)
-        return Timing(first, first, ids) if case.new == 1 else Timing(first, *self._timed(case, case.new))
+        """The first token is timed in runs of its own, since a dispatch gives several: the quickest of three, because
+        anything that disturbs such a short run would count as time that decoding did not take."""
+        if case.new == 1:
+            first, ids = self._timed(case, 1)
+            return Timing(first, first, ids)
+        first = min(self._timed(case, 1)[0] for _ in range(3))
+        return Timing(first, *self._timed(case, case.new))
 
     def _timed(self, case: Case, new: int) -> tuple[float, list[list[int]]]:
         sampling = dj.SamplingParams(temperature=0, max_tokens=new, ignore_eos=True)

@@ -112,14 +112,17 @@ def _answer(
     """One reply, printed as it comes unless `hide` is None."""
     from deepinfer_jax.engine.llm import ChatOutput
 
-    output = None
+    output, last = None, None
     styles = {"reasoning": "dim", "content": "", "tool": "cyan"}
     for piece in llm.chat_stream(llm.chat_encoder.prepare(messages, **settings), sampling):
         if isinstance(piece, ChatOutput):
             output = piece
         elif hide is not None and not (hide and piece[0] == "reasoning"):
+            # Colours are lost in a file or a pipe, so that a blank line parts reasoning, answer and tool calls.
+            text = piece[1] if last in (None, piece[0]) else "\n\n" + piece[1]
+            last = piece[0]
             common.console.print(
-                piece[1], style=styles[piece[0]], end="", markup=False, highlight=False, emoji=False, soft_wrap=True
+                text, style=styles[last], end="", markup=False, highlight=False, emoji=False, soft_wrap=True
             )
     assert output is not None
     if hide is not None:

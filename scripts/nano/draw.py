@@ -1,4 +1,7 @@
-"""Pictures of a training run, `loss.png` and `experts.png`: `python -m scripts.nano.draw build/nano/run`."""
+"""Pictures of a training run, `loss.png` and `experts.png`: `python -m scripts.nano.draw build/nano/run`.
+
+They ship with a checkpoint of limited size, so they are small: half-size, with a palette.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,8 @@ import typer
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.figure import Figure
+from PIL import Image
 
 FAIR_SHARE = 0.2
 """Least share of an expert that the project asks for, as a part of 1 / experts."""
@@ -40,9 +45,7 @@ def draw_loss(trunk: dict[str, np.ndarray], drafter: dict[str, np.ndarray] | Non
         right.plot(drafter["step"], drafter["expected length"], label="expected tokens of a round at temperature 1")
         right.set(xlabel="step", title="Drafter", ylim=(0, 6))
         right.legend()
-    figure.tight_layout()
-    figure.savefig(file, dpi=80)
-    plt.close(figure)
+    _save(figure, file)
 
 
 def draw_experts(loads: dict[str, list[float]], file: Path) -> None:
@@ -57,19 +60,36 @@ def draw_experts(loads: dict[str, list[float]], file: Path) -> None:
     least = float(np.nanmin(table))
     axes.set(xlabel="expert", title=f"Load of every expert over its fair share (least {least:.2f}, bar {FAIR_SHARE})")
     figure.colorbar(image)
+    _save(figure, file)
+
+
+def _save(figure: Figure, file: Path) -> None:
     figure.tight_layout()
-    figure.savefig(file, dpi=80)
+    figure.savefig(file, dpi=60)
     plt.close(figure)
+    shrink(file)
+
+
+def shrink(file: Path, widest: int = 750, colours: int = 16) -> None:
+    """Rewrite a picture with a palette, and at most so many pixels wide."""
+    with Image.open(file) as image:
+        small = image.convert("RGB")
+    if small.width > widest:
+        small = small.resize((widest, round(small.height * widest / small.width)), Image.Resampling.LANCZOS)
+    small.quantize(colours).save(file, optimize=True)
 
 
 def main(folder: Annotated[Path, typer.Argument(help="The --out of a training run.")]) -> None:
-    """Draw what the logs and figures of a run hold."""
+    """Draw what the logs and figures of a run hold; the checkpoint's reliability diagram is made smaller."""
     drafter = folder / "drafter.jsonl"
     second = read_log(drafter) if drafter.is_file() and drafter.stat().st_size else None
     draw_loss(read_log(folder / "layers.jsonl"), second, folder / "loss.png")
     if (folder / "figures.json").is_file():
         figures = json.loads((folder / "figures.json").read_text(encoding="utf-8"))
         draw_experts(figures["layers"]["loads"] | figures["drafter"]["loads"], folder / "experts.png")
+    diagram = folder / "checkpoint" / "confidence.png"
+    if diagram.is_file():
+        shrink(diagram)
 
 
 if __name__ == "__main__":

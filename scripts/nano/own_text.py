@@ -37,7 +37,7 @@ def written(llm: dj.LLM, prompts: Sequence[Sequence[int]], new: int) -> list[np.
 def main(
     checkpoint: Annotated[Path, typer.Argument(help="The trained layers; the drafter is not asked.")],
     data: Annotated[Path, typer.Option(help="What `prepare` wrote.")] = Path("build/nano"),
-    count: Annotated[int, typer.Option(help="Prompts of each source.")] = 3000,
+    count: Annotated[int, typer.Option(help="Prompts of each source.")] = 330,
     new: Annotated[int, typer.Option(help="Tokens of a continuation.")] = 160,
     batch: Annotated[int, typer.Option(help="Sequences at once.")] = 512,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,

@@ -1,6 +1,6 @@
 """Held-out prompts, to measure drafts with and to calibrate on.
 
-python -m scripts.nano.prompts checkpoints/nano/heldout.jsonl --data build/nano
+python -m scripts.nano.prompts tests/data/nano_heldout.jsonl --data build/nano
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ def prompts_of(folder: Path, name: str, count: int) -> list[list[int]]:
 
 
 def _piece(tokens: np.ndarray) -> list[int]:
-    """A beginning of text and what follows, up to where the next document begins."""
-    body = tokens[int(tokens[0] == BOS) :].tolist()
-    return [BOS, *(body[: body.index(BOS)] if BOS in body[1:] else body)]
+    """The token that begins a text, then tokens of one document."""
+    body = tokens[int(tokens[0] == BOS) :]
+    ends = np.flatnonzero(body == BOS)
+    return [BOS, *body[: ends[0] if len(ends) else None].tolist()]
 
 
 def main(

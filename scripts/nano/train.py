@@ -14,7 +14,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ def run(
             state = dict(manager.restore(begun, args=ocp.args.StandardRestore(state)))
             print(f"{name}: goes on from step {begun}", flush=True)
         start, window = time.perf_counter(), []
-        with (out / f"{name}.jsonl").open("a" if begun else "w", encoding="utf-8") as log:
+        with _log(out / f"{name}.jsonl", begun) as log:
             for i in range(begun, steps):
                 rate = np.float32(learning_rate(i, steps, peak))
                 state, metrics = trainer.step(state, rate, np.float32(decay), *feed(i))
@@ -87,7 +87,15 @@ def run(
     return trainer.merged(state, params)
 
 
-def _write(log: Any, name: str, line: dict[str, Any]) -> None:
+def _log(file: Path, begun: int) -> TextIO:
+    """The log, to write to: without the lines of steps that were lost and are run again."""
+    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if begun and file.is_file() else []
+    log = file.open("w", encoding="utf-8")
+    log.writelines(line for line in lines if json.loads(line)["step"] <= begun)
+    return log
+
+
+def _write(log: TextIO, name: str, line: dict[str, Any]) -> None:
     log.write(json.dumps(line) + "\n")
     log.flush()
     if line["step"] % (10 * LOGGED) == 0 or "held out" in line:
@@ -165,7 +173,7 @@ def drafter(
     checkpoint: Annotated[
         Path | None, typer.Option(help="The trained layers; what `layers` wrote to --out by default.")
     ] = None,
-    steps: Steps = 13000,
+    steps: Steps = 12000,
     batch: SequencesPerStep = 32,
     anchors: Annotated[int, typer.Option(help="Drafted blocks per sequence and step.")] = 256,
     peak: Peak = 3e-3,

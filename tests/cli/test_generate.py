@@ -1,14 +1,19 @@
 """`generate` and `chat` on the command line."""
 
+import io
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import deepinfer_jax as dj
 from deepinfer_jax.cli import app, common
+from deepinfer_jax.cli.chat import _answer
 from deepinfer_jax.cli.generate import _print
+from deepinfer_jax.engine.llm import ChatOutput
 from deepinfer_jax.engine.schedule import Schedule
 from deepinfer_jax.text.chat import ChatEncoder
 from tests.helpers import interrupted_at
@@ -162,6 +167,19 @@ def test_chat_answers_a_message(chatty):
     # The terminal may wrap what it prints.
     assert shown.stdout.replace("\n", "") == content.replace("\n", "")
     assert "cut off at the length limit" in shown.stderr
+
+
+@pytest.mark.parametrize(("hide", "text"), [(False, "Hmm.\n\nYes.\n"), (True, "Yes.\n")])
+def test_reasoning_and_answer_are_apart_where_colours_are_lost(monkeypatch, hide, text):
+    done = SimpleNamespace(outputs=[SimpleNamespace(finish_reason="stop")])
+    output = ChatOutput(0, (SimpleNamespace(tool_calls=()),), done)
+    pieces = [("reasoning", "Hm"), ("reasoning", "m."), ("content", "Y"), ("content", "es."), output]
+    encoder = SimpleNamespace(prepare=lambda messages: messages)
+    llm = SimpleNamespace(chat_encoder=encoder, chat_stream=lambda prompt, sampling: iter(pieces))
+    shown = io.StringIO()
+    monkeypatch.setattr(common, "console", Console(file=shown))
+    assert _answer(llm, [], {}, None, hide) is output
+    assert shown.getvalue() == text
 
 
 def test_a_conversation_remembers_its_turns(chatty, monkeypatch):

@@ -24,6 +24,7 @@ from scripts.nano import (
 from scripts.nano.chat_example import Example, ExampleEncoder, Reply, ask, reply_text, user
 from scripts.nano.documents import Document, blocks, clean, held_out_names, join_lines, split
 from scripts.nano.prepare import stream
+from scripts.nano.prompts import LENGTH, prompts_of
 from scripts.nano.python_docs import read_page
 from scripts.nano.tokenizer import (
     VOCAB_SIZE,
@@ -249,3 +250,20 @@ def test_conversations_are_the_same_each_time():
         return [*chat_json.json_examples(20), *chat_tools.tool_examples(20, [])]
 
     assert examples() == examples()
+
+
+def test_prompts_are_beginnings_of_documents_and_stop_before_the_next(tmp_path):
+    documents = [[10 + i, *range(100, 100 + 30 * (i % 3))] for i in range(12)]
+    np.save(tmp_path / "words.npy", stream(documents))
+    prompts = prompts_of(tmp_path, "words", 4)
+    assert [p[:2] for p in prompts] == [[0, 10], [0, 13], [0, 16], [0, 19]]
+    assert all(p.count(0) == 1 and len(p) <= LENGTH + 1 for p in prompts)
+    # Few documents: pieces of equal length from anywhere, each after the token that begins a text.
+    np.save(tmp_path / "book.npy", stream([list(range(10, 500))]))
+    pieces = prompts_of(tmp_path, "book", 4)
+    assert all(p[0] == 0 and p.count(0) == 1 and len(p) == LENGTH + 1 for p in pieces[1:])
+    assert len({tuple(p) for p in pieces}) == 4
+    # A conversation up to what the model is to say.
+    np.save(tmp_path / "talk.npy", np.array([0, 5, 6, 7, 8, 1, 0, 9, 9, 1], np.uint16))
+    np.save(tmp_path / "talk_mask.npy", np.array([0, 0, 0, 1, 1, 1, 0, 0, 1, 1], np.uint8))
+    assert prompts_of(tmp_path, "talk", 2) == [[0, 5, 6], [0, 9]]

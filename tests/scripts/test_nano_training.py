@@ -158,7 +158,9 @@ def test_training_learns_and_goes_on_after_a_stop_as_if_there_had_been_none(smal
             "trunk", trainer, jax.tree.map(jnp.copy, params), stop_at_seven, steps=12, peak=5e-3, decay=0.1,
             out=stopped, states=stopped / "s", save_every=6,
         )  # fmt: skip
+    (stopped / "trunk.jsonl").write_text('{"step": 6}\n{"step": 7}\n')
     again = go(stopped, 12)
+    assert draw.read_log(stopped / "trunk.jsonl")["step"].tolist() == [6, 12]
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(again), strict=True):
         np.testing.assert_array_equal(a, b)
     draw.draw_loss(log, None, tmp_path / "loss.png")
@@ -183,3 +185,25 @@ def test_the_drafter_learns_on_frozen_layers(small):
     merged = trainer.merged(state, params)
     assert merged["embed"] is params["embed"]
     assert json.dumps(jax.tree.map(lambda x: list(x.shape), merged["mtp"]["main_proj"])) == "[64, 192]"
+
+
+def test_a_drafter_starts_from_the_layers_that_a_checkpoint_holds(small, tmp_path, monkeypatch):
+    config, token_map = small
+    params = as_released(initial_params(config, 5), config)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    train.export(tmp_path / "checkpoint", with_token_map(params, token_map), config, tmp_path)
+    monkeypatch.setattr("deepinfer_jax.checkpoint.reader._token_map", lambda path, config: np.asarray(token_map))
+    released = train.read_layers(tmp_path / "checkpoint", config)
+    masters = train.decoded(released)
+    assert set(masters) == set(params) - {"mtp"}
+    for name in ("embed", "head"):
+        np.testing.assert_array_equal(masters[name], params[name])
+    np.testing.assert_array_equal(masters["layers"][3]["ffn"]["w13"], params["layers"][3]["ffn"]["w13"])
+    # Written again beside another drafter, the layers keep their very bytes.
+    mtp = as_released(initial_params(config, 6), config)["mtp"]
+    train.export(tmp_path / "again", with_token_map(released | {"mtp": mtp}, token_map), config, tmp_path)
+    again = train.read_layers(tmp_path / "again", config)
+    for a, b in zip(jax.tree.leaves(released), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(SystemExit, match="not that of this data"):
+        train.read_layers(tmp_path / "checkpoint", nano_config(101, 3, **SMALL))
