@@ -25,12 +25,15 @@ class Numerics:
         linear_round_trip: Inputs of FP8 and FP4 linears go through FP8 in groups of 32.
         packed_cache: Round-tripped rows are held as packed bytes. Off, they are held as the `compute` values that the
             bytes stand for: the same numbers, more memory, and a gradient.
+        batch_invariant: The bits of a row do not depend on other rows, padding, chunks or the number of steps per
+            call (`ops/invariant.py`).
     """
 
     compute: Literal["float32", "bfloat16"] = "bfloat16"
     kv_round_trip: bool = True
     linear_round_trip: bool = True
     packed_cache: bool = True
+    batch_invariant: bool = False
 
     @property
     def dtype(self) -> Any:

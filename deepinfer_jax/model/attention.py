@@ -16,6 +16,7 @@ from deepinfer_jax.model.module import Vectors, param, quantized
 from deepinfer_jax.model.run import Run
 from deepinfer_jax.model.step import Step
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.ops.invariant import fence, sum_few
 from deepinfer_jax.ops.linear import grouped_output_linear, linear, quantized_linear
 from deepinfer_jax.ops.norm_rope import rms_norm, rope
 from deepinfer_jax.ops.rows import Rows, write_rows
@@ -78,8 +79,9 @@ class Attention(nnx.Module):
         if ratio:
             if self.compressor is not None:
                 assert self.indexer is not None
-                latent = self.compressor(x_BSD, vectors, step, cache)
-                cache = self.compressor.store(latent, self.indexer.keys(latent.values, vectors), step, layouts)
+                latent = self.compressor(x_BSD, vectors, step, cache, numerics)
+                keys = self.indexer.keys(latent.values, vectors, numerics)
+                cache = self.compressor.store(latent, keys, step, layouts)
                 source = cache
             assert source is not None and source.compressed is not None and source.index_keys is not None
             if self.indexer is not None:
@@ -93,7 +95,13 @@ class Attention(nnx.Module):
         b, s, h, k = q_BSHK.shape
         with jax.named_scope("sparse_attention"):
             out = sparse_attention(
-                q_BSHK.reshape(b * s, h, k), window, step.window_index, compressed, index, vectors["attn.attn_sink"]
+                q_BSHK.reshape(b * s, h, k),
+                window,
+                step.window_index,
+                compressed,
+                index,
+                vectors["attn.attn_sink"],
+                numerics.batch_invariant,
             )
         return self.output(out.reshape(b, s, h, k), step.rope(self.plan.rope), numerics), cache, selection
 
@@ -103,10 +111,11 @@ class Attention(nnx.Module):
         """Low-rank query [B, S, R], rotated queries [B, S, H, K] and rotated window KV [B, S, K]."""
         t = self.config.text_config
         qr, kv = jnp.split(quantized_linear(x_BSD, self.wqkv_a[...], numerics), [t.q_lora_rank], axis=-1)
-        qr = rms_norm(qr, vectors["attn.q_norm.weight"], t.rms_norm_eps)
+        qr = rms_norm(qr, vectors["attn.q_norm.weight"], t.rms_norm_eps, numerics.batch_invariant)
         q = quantized_linear(qr, self.wq_b[...], numerics)
         q_BSHK = rope(q.reshape(*q.shape[:-1], t.num_attention_heads, t.head_dim), table)
-        return qr, q_BSHK, rope(rms_norm(kv, vectors["attn.kv_norm.weight"], t.rms_norm_eps), table)
+        kv = rms_norm(kv, vectors["attn.kv_norm.weight"], t.rms_norm_eps, numerics.batch_invariant)
+        return qr, q_BSHK, rope(kv, table)
 
     def window_kv(
         self, x_BSD: jax.Array, vectors: Vectors, table: tuple[jax.Array, jax.Array], numerics: Numerics
@@ -115,12 +124,15 @@ class Attention(nnx.Module):
         t = self.config.text_config
         w = self.wqkv_a[...]
         kv = quantized_linear(x_BSD, w, numerics)[..., t.q_lora_rank :]
-        return rope(rms_norm(kv, vectors["attn.kv_norm.weight"], t.rms_norm_eps), table)
+        kv = rms_norm(kv, vectors["attn.kv_norm.weight"], t.rms_norm_eps, numerics.batch_invariant)
+        return rope(kv, table)
 
     def output(self, out_BSHK: jax.Array, table: tuple[jax.Array, jax.Array], numerics: Numerics) -> jax.Array:
         """Heads, rotated back, to the residual width: [B, S, D]."""
         out = rope(out_BSHK, table, inverse=True)
-        out = grouped_output_linear(out.reshape(*out.shape[:2], -1), self.wo_a[...], self.config.text_config.o_groups)
+        groups = self.config.text_config.o_groups
+        out = out.reshape(*out.shape[:2], -1)
+        out = grouped_output_linear(out, self.wo_a[...], groups, numerics.batch_invariant)
         return quantized_linear(out, self.wo_b[...], numerics)
 
     def _window_rows(
@@ -156,13 +168,15 @@ class Compressor(nnx.Module):
         # wkv, then wgate (ratio > 1).
         self.w = param(((2 if plan.ratio > 1 else 1) * t.head_dim, t.hidden_size))
 
-    def __call__(self, x_BSD: jax.Array, vectors: Vectors, step: Step, cache: LayerCache) -> Latents:
-        t, ratio = self.config.text_config, self.plan.ratio
+    def __call__(
+        self, x_BSD: jax.Array, vectors: Vectors, step: Step, cache: LayerCache, numerics: Numerics
+    ) -> Latents:
+        t, ratio, invariant = self.config.text_config, self.plan.ratio, numerics.batch_invariant
         if ratio == 1:
-            pooled = linear(x_BSD, self.w[...])
+            pooled = linear(x_BSD, self.w[...], invariant=invariant)
         else:
             # float32: the release upcasts this projection.
-            rows = linear(x_BSD, self.w[...], jnp.float32).reshape(*x_BSD.shape[:2], 2, t.head_dim)
+            rows = linear(x_BSD, self.w[...], jnp.float32, invariant).reshape(*x_BSD.shape[:2], 2, t.head_dim)
             assert cache.pending is not None
             flat = cache.pending.reshape(*cache.pending.shape[:2], -1)
             index = step.ring_index(flat.shape[1])
@@ -173,10 +187,9 @@ class Compressor(nnx.Module):
             before = step.before(pending if short else cache.pending, ratio - 1)
             run = jnp.concatenate([before, rows], axis=1)
             group = jnp.stack([run[:, i : i + x_BSD.shape[1]] for i in range(ratio)], axis=2)
-            share = jax.nn.softmax(group[..., 1, :], axis=2)
-            pooled = jnp.sum(group[..., 0, :] * share, axis=2).astype(x_BSD.dtype)
+            pooled = pool(group[..., 0, :], group[..., 1, :], invariant).astype(x_BSD.dtype)
             cache = dataclasses.replace(cache, pending=pending)
-        values = rms_norm(pooled, vectors["attn.compressor.norm.weight"], t.rms_norm_eps)
+        values = rms_norm(pooled, vectors["attn.compressor.norm.weight"], t.rms_norm_eps, invariant)
         complete = step.valid & ((step.positions + 1) % ratio == 0)
         return Latents(values, jnp.where(complete, step.positions // ratio, -1), cache)
 
@@ -195,6 +208,14 @@ class Compressor(nnx.Module):
         )
 
 
+def pool(values: jax.Array, gates: jax.Array, invariant: bool) -> jax.Array:
+    """Softmax-weighted sum over axis 2 (the tokens of a group), float32."""
+    if not invariant:
+        return jnp.sum(values * jax.nn.softmax(gates, axis=2), axis=2)
+    e = fence(jnp.exp(gates - jnp.max(gates, axis=2, keepdims=True)))
+    return sum_few(fence(values * (e / sum_few(e, 2)[:, :, None])), 2)
+
+
 class Indexer(nnx.Module):
     """Chooses which compressed entries each query attends to."""
 
@@ -205,11 +226,13 @@ class Indexer(nnx.Module):
         self.weights_proj = param((t.index_n_heads, t.hidden_size))
         self.wk = param((t.index_head_dim, t.head_dim)) if plan.owns_kv else None
 
-    def keys(self, latent_BSK: jax.Array, vectors: Vectors) -> jax.Array:
+    def keys(self, latent_BSK: jax.Array, vectors: Vectors, numerics: Numerics) -> jax.Array:
         """Index keys [B, S, index_head_dim] of un-rotated latents, not rotated yet."""
         assert self.wk is not None
         eps = self.config.text_config.rms_norm_eps
-        return rms_norm(linear(latent_BSK, self.wk[...]), vectors["attn.indexer.k_norm.weight"], eps)
+        invariant = numerics.batch_invariant
+        keys = linear(latent_BSK, self.wk[...], invariant=invariant)
+        return rms_norm(keys, vectors["attn.indexer.k_norm.weight"], eps, invariant)
 
     def queries(
         self, x_BSD: jax.Array, qr_BSR: jax.Array, step: Step, numerics: Numerics
@@ -220,7 +243,8 @@ class Indexer(nnx.Module):
         q = rope(q.reshape(*q.shape[:-1], t.index_n_heads, t.index_head_dim), step.rope("yarn"))
         # The scale is applied in float32: a bfloat16 constant would round it first.
         scale = np.float32(t.index_head_dim**-0.5 * t.index_n_heads**-0.5)
-        return q, (linear(x_BSD, self.weights_proj[...]).astype(jnp.float32) * scale).astype(x_BSD.dtype)
+        weights = linear(x_BSD, self.weights_proj[...], invariant=numerics.batch_invariant)
+        return q, (weights.astype(jnp.float32) * scale).astype(x_BSD.dtype)
 
     def __call__(
         self,
@@ -246,4 +270,5 @@ class Indexer(nnx.Module):
                 block_size=t.candidate_block_size,
                 publish_blocks=t.candidate_topk_blocks if plan.candidates == "publishes" else None,
                 limit_blocks=selection.blocks if limited and selection is not None else None,
+                invariant=numerics.batch_invariant,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -49,18 +50,19 @@ class Block(nnx.Module):
         Args:
             attend: The attention sublayer, [B, S, D] -> [B, S, D].
         """
-        eps = self.config.text_config.rms_norm_eps
+        eps, numerics = self.config.text_config.rms_norm_eps, run.numerics
+        norm = functools.partial(rms_norm, eps=eps, invariant=numerics.batch_invariant)
         with jax.named_scope("attn"):
-            site = self.hc.mixes(h_BSCD, self.vectors, "attn")
-            y = attend(rms_norm(self.hc.collapse(h_BSCD, pre_BSC), self.vectors["attn_norm.weight"], eps))
+            site = self.hc.mixes(h_BSCD, self.vectors, "attn", numerics)
+            y = attend(norm(self.hc.collapse(h_BSCD, pre_BSC, numerics), self.vectors["attn_norm.weight"]))
             run.tap("attn.out", y)
-            h_BSCD = self.hc.expand(y, h_BSCD, site)
+            h_BSCD = self.hc.expand(y, h_BSCD, site, numerics)
         pre_BSC = site.pre
         with jax.named_scope("ffn"):
-            site = self.hc.mixes(h_BSCD, self.vectors, "ffn")
-            x = rms_norm(self.hc.collapse(h_BSCD, pre_BSC), self.vectors["ffn_norm.weight"], eps)
+            site = self.hc.mixes(h_BSCD, self.vectors, "ffn", numerics)
+            x = norm(self.hc.collapse(h_BSCD, pre_BSC, numerics), self.vectors["ffn_norm.weight"])
             y = self.ffn(x, self.vectors, valid_BS, image_BS, run.at("ffn"))
             run.tap("ffn.out", y)
-            h_BSCD = self.hc.expand(y, h_BSCD, site)
+            h_BSCD = self.hc.expand(y, h_BSCD, site, numerics)
         run.tap("streams", h_BSCD)
         return h_BSCD, site.pre

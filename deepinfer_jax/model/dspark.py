@@ -17,6 +17,7 @@ from deepinfer_jax.model.run import Run
 from deepinfer_jax.model.step import Step
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.hyper_connection import collapse
+from deepinfer_jax.ops.invariant import sum_channels
 from deepinfer_jax.ops.linear import linear, quantized_linear
 from deepinfer_jax.ops.norm_rope import rms_norm, rope_table
 from deepinfer_jax.ops.rows import write_rows
@@ -61,7 +62,8 @@ class DSpark(nnx.Module):
         """Write the stages' window KV for the positions of the step, from the target's features."""
         layout = Layouts.of(self.config, numerics).window
         m = quantized_linear(features_BSF, self.main_proj[...], numerics)
-        m = rms_norm(m, self.vectors["main_norm.weight"], self.config.text_config.rms_norm_eps)
+        eps = self.config.text_config.rms_norm_eps
+        m = rms_norm(m, self.vectors["main_norm.weight"], eps, numerics.batch_invariant)
         out = []
         for stage, ring in zip(self.stages, rings, strict=True):
             kv = stage.attn.window_kv(m, stage.vectors, step.rope("plain"), numerics)
@@ -104,9 +106,10 @@ class DSpark(nnx.Module):
                     ~everywhere,
                     run.at(f"mtp.{m}"),
                 )
-        y = collapse(h, pre)
-        base = linear(rms_norm(y, self.vectors["norm.weight"], t.rms_norm_eps), head_VD, jnp.float32)
-        return self._markov(tokens_B, y, base, choose)
+        invariant = numerics.batch_invariant
+        y = collapse(h, pre, invariant)
+        normed = rms_norm(y, self.vectors["norm.weight"], t.rms_norm_eps, invariant)
+        return self._markov(tokens_B, y, linear(normed, head_VD, jnp.float32, invariant), choose, invariant)
 
     def _attend(
         self,
@@ -127,21 +130,27 @@ class DSpark(nnx.Module):
         rows = jnp.concatenate([old, layout.round_trip(kv)], axis=1)
         valid = jnp.concatenate([position >= 0, jnp.ones(kv.shape[:2], bool)], axis=1)
         valid = jnp.broadcast_to(valid[:, None, :], (*kv.shape[:2], rows.shape[1]))
-        out = jax.vmap(dense_attention, (0, 0, 0, None))(q, rows, valid, stage.vectors["attn.attn_sink"])
+        out = dense_attention(q, rows, valid, stage.vectors["attn.attn_sink"], numerics.batch_invariant)
         return stage.attn.output(out, table, numerics)
 
     def _markov(
-        self, tokens_B: jax.Array, y_BND: jax.Array, base_BNV: jax.Array, choose: Callable[[jax.Array, int], jax.Array]
+        self,
+        tokens_B: jax.Array,
+        y_BND: jax.Array,
+        base_BNV: jax.Array,
+        choose: Callable[[jax.Array, int], jax.Array],
+        invariant: bool,
     ) -> Draft:
         """Tokens one after the other: each adds a low-rank term to the logits of the next."""
         tokens, logits, confidence = [tokens_B], [], []
         proj = self.vectors["confidence_head.proj.weight"]
         for k in range(y_BND.shape[1]):
             e = self.markov_embed[...][tokens[-1]].astype(y_BND.dtype)
-            logits.append(base_BNV[:, k] + linear(e, self.markov_head[...], jnp.float32))
+            logits.append(base_BNV[:, k] + linear(e, self.markov_head[...], jnp.float32, invariant))
             # The stream before the norm, as the release has it.
             joined = jnp.concatenate([y_BND[:, k], e], axis=-1).astype(jnp.float32)
-            confidence.append(jnp.sum(joined * proj[None], axis=-1))
+            terms = joined * proj[None]
+            confidence.append(sum_channels(terms) if invariant else jnp.sum(terms, axis=-1))
             tokens.append(choose(logits[-1], k).astype(tokens_B.dtype))
         return Draft(jnp.stack(tokens, 1), jnp.stack(logits, 1), jnp.stack(confidence, 1))
 

@@ -8,6 +8,7 @@ from flax import nnx
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.module import Vectors, param
+from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.hyper_connection import Mixes, collapse, expand, mixes
 
 SITES = ("attn", "ffn")
@@ -31,7 +32,7 @@ class HyperConnection(nnx.Module):
         # One leaf for both sites: attn, then ffn.
         self.fn = param((len(SITES), t.hc_mult * (t.hc_mult + 2), t.hc_mult * t.hidden_size), jnp.float32)
 
-    def mixes(self, h_BSCD: jax.Array, vectors: Vectors, site: str) -> Mixes:
+    def mixes(self, h_BSCD: jax.Array, vectors: Vectors, site: str, numerics: Numerics) -> Mixes:
         """The mixes of a sublayer, computed from the streams before it."""
         t = self.config.text_config
         return mixes(
@@ -42,12 +43,13 @@ class HyperConnection(nnx.Module):
             norm_eps=t.rms_norm_eps,
             eps=t.hc_eps,
             iterations=t.hc_sinkhorn_iters,
+            invariant=numerics.batch_invariant,
         )
 
-    def collapse(self, h_BSCD: jax.Array, pre_BSC: jax.Array) -> jax.Array:
+    def collapse(self, h_BSCD: jax.Array, pre_BSC: jax.Array, numerics: Numerics) -> jax.Array:
         """Streams to the input of a sublayer: [B, S, D]."""
-        return collapse(h_BSCD, pre_BSC)
+        return collapse(h_BSCD, pre_BSC, numerics.batch_invariant)
 
-    def expand(self, y_BSD: jax.Array, h_BSCD: jax.Array, site: Mixes) -> jax.Array:
+    def expand(self, y_BSD: jax.Array, h_BSCD: jax.Array, site: Mixes, numerics: Numerics) -> jax.Array:
         """Output of a sublayer and the streams before it to the streams after it."""
-        return expand(y_BSD, h_BSCD, site)
+        return expand(y_BSD, h_BSCD, site, numerics.batch_invariant)

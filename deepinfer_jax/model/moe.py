@@ -10,6 +10,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.layer_plan import LayerPlan
 from deepinfer_jax.model.module import Vectors, param, quantized
 from deepinfer_jax.model.run import Run
+from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.moe import Routing, gate, mlp, routed_experts
 
 
@@ -34,11 +35,12 @@ class Router(nnx.Module):
         self.config, self.plan = config, plan
         self.weight = param((expert_counts(config, plan)[0], config.text_config.hidden_size))
 
-    def __call__(self, x_TD: jax.Array, vectors: Vectors, image_T: jax.Array) -> Routing:
+    def __call__(self, x_TD: jax.Array, vectors: Vectors, image_T: jax.Array, numerics: Numerics) -> Routing:
         bias = jnp.where(image_T[:, None], vectors["ffn.gate.bias_vl"][None], vectors["ffn.gate.bias"][None])
         top_k = expert_counts(self.config, self.plan)[1]
         scale = self.config.text_config.routed_scaling_factor
-        return gate(x_TD, self.weight[...], bias, top_k=top_k, scale=scale)
+        invariant = numerics.batch_invariant
+        return gate(x_TD, self.weight[...], bias, top_k=top_k, scale=scale, invariant=invariant)
 
 
 class MoE(nnx.Module):
@@ -61,7 +63,7 @@ class MoE(nnx.Module):
         limit = self.config.text_config.swiglu_limit
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
         with jax.named_scope("router"):
-            routing = self.gate(x_TD, vectors, image_BS.reshape(-1))
+            routing = self.gate(x_TD, vectors, image_BS.reshape(-1), run.numerics)
         run.tap("experts", routing.experts.reshape(*x_BSD.shape[:2], -1))
         run.tap("weights", routing.weights.reshape(*x_BSD.shape[:2], -1))
         with jax.named_scope("routed_experts"):

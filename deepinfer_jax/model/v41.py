@@ -28,7 +28,7 @@ from deepinfer_jax.model.step import Batch, ImageRows, Step
 from deepinfer_jax.model.vision import Vision
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.exchange import LOCAL, Exchange
-from deepinfer_jax.ops.hyper_connection import collapse
+from deepinfer_jax.ops.hyper_connection import collapse, stream_mean
 from deepinfer_jax.ops.linear import linear
 from deepinfer_jax.ops.norm_rope import rms_norm
 
@@ -92,7 +92,7 @@ class V41(nnx.Module):
                 if block.engram is not None and plan.engram is not None:
                     h = block.engram(h, rows[plan.engram], block.vectors, ~step.image_mask, inside)
                 if plan.dspark_tap is not None:
-                    features.append(jnp.mean(h.astype(jnp.float32), axis=2).astype(h.dtype))
+                    features.append(stream_mean(h, run.numerics.batch_invariant))
                 source = None if plan.kv_source is None else caches[plan.kv_source]
                 held = {}
 
@@ -113,10 +113,10 @@ class V41(nnx.Module):
             layers=tuple(caches),
             engram=history,
         )
-        y = collapse(h, pre)
+        y = collapse(h, pre, run.numerics.batch_invariant)
         run.tap("hidden", y)
         joined = jnp.concatenate(features, axis=-1) if features else None
-        return Output(self.logits(y, step, logits), joined, run.tapped()), cache
+        return Output(self.logits(y, step, logits, run.numerics.batch_invariant), joined, run.tapped()), cache
 
     def embed_tokens(self, batch: Batch, numerics: Numerics) -> jax.Array:
         """[B, S, D] token embeddings, or the rows of images where they stand."""
@@ -126,15 +126,15 @@ class V41(nnx.Module):
         rows = batch.images.table[jnp.maximum(batch.images.index, 0)].astype(numerics.dtype)
         return jnp.where((batch.images.index >= 0)[..., None], rows, x)
 
-    def logits(self, y_BSD: jax.Array, step: Step, which: Logits) -> jax.Array | None:
+    def logits(self, y_BSD: jax.Array, step: Step, which: Logits, invariant: bool) -> jax.Array | None:
         """Final norm and head, in float32."""
         if which == "none":
             return None
         if which == "last":
             last = jnp.maximum(step.count - 1, 0)
             y_BSD = jnp.take_along_axis(y_BSD, last[:, None, None], axis=1)
-        y_BSD = rms_norm(y_BSD, self.vectors["norm.weight"], self.config.text_config.rms_norm_eps)
-        out = linear(y_BSD, self.head[...], jnp.float32)
+        y_BSD = rms_norm(y_BSD, self.vectors["norm.weight"], self.config.text_config.rms_norm_eps, invariant)
+        out = linear(y_BSD, self.head[...], jnp.float32, invariant)
         return out[:, 0] if which == "last" else out
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from deepinfer_jax.engram_hash import offsets
+from deepinfer_jax.ops.invariant import fence, sum_channels
+from deepinfer_jax.ops.norm_rope import inverse_rms
 
 Table = tuple[tuple[int, ...], ...]
 
@@ -69,7 +70,13 @@ def _remainder(high: jax.Array, low: jax.Array, p: int) -> jax.Array:
 
 
 def engram_gate(
-    h_BSCD: jax.Array, key_BSCD: jax.Array, value_BSD: jax.Array, qk_CD: jax.Array, open_BS: jax.Array, norm_eps: float
+    h_BSCD: jax.Array,
+    key_BSCD: jax.Array,
+    value_BSD: jax.Array,
+    qk_CD: jax.Array,
+    open_BS: jax.Array,
+    norm_eps: float,
+    invariant: bool = False,
 ) -> jax.Array:
     """Streams plus the gated memory, [B, S, C, D]: float32 inside, one cast.
 
@@ -79,8 +86,11 @@ def engram_gate(
         open_BS: False closes the gate (image positions).
     """
     h, key = h_BSCD.astype(jnp.float32), key_BSCD.astype(jnp.float32)
-    scale = lax.rsqrt(jnp.mean(jnp.square(h), -1) + norm_eps) * lax.rsqrt(jnp.mean(jnp.square(key), -1) + norm_eps)
-    dot = jnp.sum(h * qk_CD[None, None] * key, axis=-1) * scale * h.shape[-1] ** -0.5
+    scale = inverse_rms(h, norm_eps, invariant) * inverse_rms(key, norm_eps, invariant)
+    terms = h * qk_CD[None, None] * key
+    dot = (sum_channels(terms) if invariant else jnp.sum(terms, axis=-1)) * scale * h.shape[-1] ** -0.5
     strength = jnp.sqrt(jnp.maximum(jnp.abs(dot), 1e-6))
     opened = jnp.where(open_BS[..., None], jax.nn.sigmoid(jnp.copysign(strength, dot)), 0)
-    return (h + opened[..., None] * value_BSD[..., None, :].astype(jnp.float32)).astype(h_BSCD.dtype)
+    memory = opened[..., None] * value_BSD[..., None, :].astype(jnp.float32)
+    out = (h + (fence(memory) if invariant else memory)).astype(h_BSCD.dtype)
+    return fence(out) if invariant else out

@@ -6,9 +6,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from deepinfer_jax.ops.invariant import fence, sum_few
 from deepinfer_jax.ops.linear import contract
+from deepinfer_jax.ops.norm_rope import inverse_rms
 
 
 class Mixes(NamedTuple):
@@ -26,7 +29,15 @@ class Mixes(NamedTuple):
 
 
 def mixes(
-    h_BSCD: jax.Array, fn: jax.Array, base: jax.Array, scale: jax.Array, *, norm_eps: float, eps: float, iterations: int
+    h_BSCD: jax.Array,
+    fn: jax.Array,
+    base: jax.Array,
+    scale: jax.Array,
+    *,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+    invariant: bool = False,
 ) -> Mixes:
     """The mixes of one site.
 
@@ -39,36 +50,54 @@ def mixes(
     """
     *lead, c, d = h_BSCD.shape
     x = h_BSCD.reshape(*lead, c * d).astype(jnp.float32)
-    m = contract(x, fn) * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + norm_eps)
+    m = contract(x, fn, invariant) * inverse_rms(x, norm_eps, invariant)[..., None]
     base = base.reshape((1,) * len(lead) + base.shape)
-    pre = jax.nn.sigmoid(m[..., :c] * scale[0] + base[..., :c]) + eps
-    post = 2 * jax.nn.sigmoid(m[..., c : 2 * c] * scale[1] + base[..., c : 2 * c])
-    logits = (m[..., 2 * c :] * scale[2] + base[..., 2 * c :]).reshape(*lead, c, c)
-    return Mixes(pre, post, sinkhorn(logits, eps, iterations))
+    scaled = m * jnp.repeat(scale, np.array([c, c, c * c]), total_repeat_length=c * (c + 2)).reshape(base.shape)
+    m = (fence(scaled) if invariant else scaled) + base
+    pre = jax.nn.sigmoid(m[..., :c]) + eps
+    post = 2 * jax.nn.sigmoid(m[..., c : 2 * c])
+    comb = sinkhorn(m[..., 2 * c :].reshape(*lead, c, c), eps, iterations, invariant)
+    return Mixes(*map(fence, (pre, post, comb))) if invariant else Mixes(pre, post, comb)
 
 
-def sinkhorn(logits: jax.Array, eps: float, iterations: int) -> jax.Array:
+def sinkhorn(logits: jax.Array, eps: float, iterations: int, invariant: bool = False) -> jax.Array:
     """exp of logits[..., C, C], rows and columns normalised in turn; the first row pass is a softmax."""
 
+    def total(k: jax.Array, axis: int) -> jax.Array:
+        return jnp.expand_dims(sum_few(k, axis), axis) if invariant else jnp.sum(k, axis=axis, keepdims=True)
+
     def rows(k: jax.Array) -> jax.Array:
-        return k / (jnp.sum(k, axis=-1, keepdims=True) + eps)
+        return k / (total(k, -1) + eps)
 
     def columns(k: jax.Array) -> jax.Array:
-        return k / (jnp.sum(k, axis=-2, keepdims=True) + eps)
+        return k / (total(k, -2) + eps)
 
     # The maximum cancels out, so it needs no gradient. Its own would compare recomputed logits with it for equality,
     # which a compiler may make false everywhere: 0 / 0.
     k = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
-    k = columns(k / jnp.sum(k, axis=-1, keepdims=True) + eps)
+    k = columns(k / total(k, -1) + eps)
     return lax.fori_loop(0, iterations - 1, lambda _, k: columns(rows(k)), k)
 
 
-def collapse(h_BSCD: jax.Array, pre_BSC: jax.Array) -> jax.Array:
+def collapse(h_BSCD: jax.Array, pre_BSC: jax.Array, invariant: bool = False) -> jax.Array:
     """Weighted sum of the streams, [B, S, D]: float32 inside, one cast."""
+    if invariant:
+        return fence(sum_few(fence(pre_BSC[..., None] * h_BSCD.astype(jnp.float32)), -2).astype(h_BSCD.dtype))
     return jnp.sum(pre_BSC[..., None] * h_BSCD.astype(jnp.float32), axis=-2).astype(h_BSCD.dtype)
 
 
-def expand(y_BSD: jax.Array, h_BSCD: jax.Array, site: Mixes) -> jax.Array:
+def expand(y_BSD: jax.Array, h_BSCD: jax.Array, site: Mixes, invariant: bool = False) -> jax.Array:
     """New streams: post_k * y + sum_j comb_jk * h_j, [B, S, C, D]: float32 inside, one cast."""
+    if invariant:
+        terms = fence(site.comb[..., None] * h_BSCD.astype(jnp.float32)[..., None, :])
+        own = fence(site.post[..., None] * y_BSD[..., None, :].astype(jnp.float32))
+        return fence((own + sum_few(terms, -3)).astype(y_BSD.dtype))
     mixed = jnp.einsum("...jk,...jd->...kd", site.comb, h_BSCD.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     return (site.post[..., None] * y_BSD[..., None, :].astype(jnp.float32) + mixed).astype(y_BSD.dtype)
+
+
+def stream_mean(h_BSCD: jax.Array, invariant: bool = False) -> jax.Array:
+    """Mean of the streams, [B, S, D]: float32 inside, one cast."""
+    h = h_BSCD.astype(jnp.float32)
+    mean = sum_few(h, -2) / np.float32(h.shape[-2]) if invariant else jnp.mean(h, axis=-2)
+    return fence(mean.astype(h_BSCD.dtype)) if invariant else mean.astype(h_BSCD.dtype)

@@ -13,27 +13,36 @@ from jax import lax
 
 from deepinfer_jax.formats import QuantizedTensor, fp8_round_trip, weight
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.ops.invariant import fence, in_row_tiles
 
 
-def contract(x: jax.Array, w: jax.Array) -> jax.Array:
+def contract(x: jax.Array, w: jax.Array, invariant: bool = False) -> jax.Array:
     """[..., in] x [out, in] -> float32[..., out]. Both sides in one dtype."""
-    return lax.dot_general(
-        x,
-        w,
-        (((x.ndim - 1,), (w.ndim - 1,)), ((), ())),
-        # float32 operands must not go through TF32 or bfloat16 passes on an accelerator.
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
+
+    def product(x: jax.Array) -> jax.Array:
+        return lax.dot_general(
+            x,
+            w,
+            (((x.ndim - 1,), (w.ndim - 1,)), ((), ())),
+            # float32 operands must not go through TF32 or bfloat16 passes on an accelerator.
+            precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    if not invariant:
+        return product(x)
+    w = fence(w)
+    return in_row_tiles(product, x.reshape(-1, x.shape[-1])).reshape(*x.shape[:-1], -1)
 
 
-def linear(x: jax.Array, w: jax.Array | QuantizedTensor, out_dtype: Any = None) -> jax.Array:
+def linear(x: jax.Array, w: jax.Array | QuantizedTensor, out_dtype: Any = None, invariant: bool = False) -> jax.Array:
     """Plain linear in the dtype of its input: [..., in] x [out, in] -> [..., out].
 
     `out_dtype` float32 keeps the accumulators, which is what the release computes in float32 from bfloat16
     inputs (router, ratio > 1 compressor, head): the products are exact there.
     """
-    return contract(x, weight(w, x.dtype)).astype(x.dtype if out_dtype is None else out_dtype)
+    out = contract(x, weight(w, x.dtype), invariant).astype(x.dtype if out_dtype is None else out_dtype)
+    return fence(out) if invariant else out
 
 
 def quantized_linear(x: jax.Array, w: jax.Array | QuantizedTensor, numerics: Numerics) -> jax.Array:
@@ -43,10 +52,12 @@ def quantized_linear(x: jax.Array, w: jax.Array | QuantizedTensor, numerics: Num
     """
     if numerics.linear_round_trip:
         x = fp8_round_trip(x)
-    return linear(x, w)
+    return linear(x, w, invariant=numerics.batch_invariant)
 
 
-def grouped_output_linear(x: jax.Array, w: jax.Array | QuantizedTensor, groups: int) -> jax.Array:
+def grouped_output_linear(
+    x: jax.Array, w: jax.Array | QuantizedTensor, groups: int, invariant: bool = False
+) -> jax.Array:
     """Block-diagonal linear of the attention output (`wo_a`): one matrix per group of heads.
 
     Args:
@@ -57,12 +68,19 @@ def grouped_output_linear(x: jax.Array, w: jax.Array | QuantizedTensor, groups: 
         [..., groups * out] in x's dtype.
     """
     w_GRD = weight(w, x.dtype).reshape(groups, -1, x.shape[-1] // groups)
-    x_GTD = jnp.moveaxis(x.reshape(-1, groups, x.shape[-1] // groups), 1, 0)
-    out_GTR = lax.dot_general(
-        x_GTD,
-        w_GRD,
-        (((2,), (2,)), ((0,), (0,))),
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
-    return jnp.moveaxis(out_GTR, 0, 1).reshape(*x.shape[:-1], -1).astype(x.dtype)
+
+    def product(x_TD: jax.Array) -> jax.Array:
+        out_GTR = lax.dot_general(
+            jnp.moveaxis(x_TD.reshape(-1, groups, x.shape[-1] // groups), 1, 0),
+            w_GRD,
+            (((2,), (2,)), ((0,), (0,))),
+            precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+        return jnp.moveaxis(out_GTR, 0, 1).reshape(x_TD.shape[0], -1)
+
+    x_TD = x.reshape(-1, x.shape[-1])
+    if not invariant:
+        return product(x_TD).reshape(*x.shape[:-1], -1).astype(x.dtype)
+    w_GRD = fence(w_GRD)
+    return fence(in_row_tiles(product, x_TD).reshape(*x.shape[:-1], -1).astype(x.dtype))

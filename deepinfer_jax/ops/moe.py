@@ -11,6 +11,7 @@ from jax import lax
 from deepinfer_jax.formats import QuantizedTensor
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.exchange import LOCAL, Exchange
+from deepinfer_jax.ops.invariant import fence, sum_few
 from deepinfer_jax.ops.linear import linear, quantized_linear
 
 
@@ -26,19 +27,23 @@ class Routing(NamedTuple):
     weights: jax.Array
 
 
-def gate(x_TD: jax.Array, w_ED: jax.Array, bias_TE: jax.Array, *, top_k: int, scale: float) -> Routing:
+def gate(
+    x_TD: jax.Array, w_ED: jax.Array, bias_TE: jax.Array, *, top_k: int, scale: float, invariant: bool = False
+) -> Routing:
     """score = sqrt(softplus(x . w)) in float32; the k best of score + bias, weighted by their normalised scores.
 
     Args:
         bias_TE: float32 added for the choice only ([1, E], or one row per token).
         scale: `routed_scaling_factor`.
     """
-    score = jnp.sqrt(jax.nn.softplus(linear(x_TD, w_ED, jnp.float32)))
+    score = jnp.sqrt(jax.nn.softplus(linear(x_TD, w_ED, jnp.float32, invariant)))
     experts = jnp.sort(lax.top_k(score + bias_TE, top_k)[1], axis=-1)
     weights = jnp.take_along_axis(score, experts, axis=-1)
     if top_k > 1:
-        weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
-    return Routing(experts.astype(jnp.int32), weights * scale)
+        total = sum_few(weights, -1)[..., None] if invariant else jnp.sum(weights, axis=-1, keepdims=True)
+        weights = weights / (total + 1e-20)
+    weights = weights * scale
+    return Routing(experts.astype(jnp.int32), fence(weights) if invariant else weights)
 
 
 def swiglu(gate_up: jax.Array, limit: float) -> jax.Array:

@@ -12,13 +12,23 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax.config import TextConfig
+from deepinfer_jax.ops.invariant import fence, inverse_sqrt, sum_channels
 
 
-def rms_norm(x: jax.Array, w: jax.Array, eps: float) -> jax.Array:
+def rms_norm(x: jax.Array, w: jax.Array, eps: float, invariant: bool = False) -> jax.Array:
     """w * (x * rsqrt(mean(x^2) + eps)) over the last axis; float32 inside, one cast to x's dtype."""
     v = x.astype(jnp.float32)
-    v = v * lax.rsqrt(jnp.mean(jnp.square(v), axis=-1, keepdims=True) + eps)
-    return (_like(w.astype(jnp.float32), v) * v).astype(x.dtype)
+    v = v * inverse_rms(v, eps, invariant)[..., None]
+    out = (_like(w.astype(jnp.float32), v) * v).astype(x.dtype)
+    return fence(out) if invariant else out
+
+
+def inverse_rms(v: jax.Array, eps: float, invariant: bool) -> jax.Array:
+    """float32[...]: 1 / sqrt(mean(v^2) + eps) over the last axis of float32 v."""
+    if not invariant:
+        return lax.rsqrt(jnp.mean(jnp.square(v), axis=-1) + eps)
+    mean = fence(sum_channels(jnp.square(v)) / np.float32(v.shape[-1]))
+    return fence(inverse_sqrt(mean + eps))
 
 
 @functools.lru_cache(maxsize=64)
@@ -53,6 +63,7 @@ def rope_frequencies(text: TextConfig, kind: Literal["plain", "yarn"]) -> np.nda
 def rope_table(positions: jax.Array, text: TextConfig, kind: Literal["plain", "yarn"]) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) float32[..., d / 2] for integer positions."""
     angle = positions.astype(jnp.float32)[..., None] * _like(jnp.asarray(rope_frequencies(text, kind)), positions, 1)
+    angle = lax.optimization_barrier(angle)
     return jnp.cos(angle), jnp.sin(angle)
 
 

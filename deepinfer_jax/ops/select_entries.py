@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from deepinfer_jax.ops.invariant import QUERY_TILE as INVARIANT_TILE
+from deepinfer_jax.ops.invariant import fence, sum_few
 from deepinfer_jax.ops.tiles import map_sequences, map_tiles
 
 QUERY_TILE = 16
@@ -37,6 +39,7 @@ def select_entries(
     block_size: int,
     publish_blocks: int | None = None,
     limit_blocks: jax.Array | None = None,
+    invariant: bool = False,
 ) -> Selection:
     """Score every entry for every query and keep the best.
 
@@ -60,7 +63,7 @@ def select_entries(
 
         def tile(args: tuple) -> tuple:
             q, weights, visible, limit = args
-            score = _index_logits(q, keys, weights)
+            score = _index_logits(q, keys, weights, invariant)
             entry = jnp.arange(keys.shape[0], dtype=jnp.int32)
             score = jnp.where(entry[None, :] < visible[:, None], score, -jnp.inf)
             blocks = None if publish is None else _best_blocks(score, visible, block_size, publish)
@@ -68,7 +71,9 @@ def select_entries(
                 score = jnp.where(_in_blocks(limit, keys.shape[0], block_size), score, -jnp.inf)
             return _best_entries(score, min(top_k, keys.shape[0])), blocks
 
-        return map_tiles(tile, (q, weights, visible, limit), QUERY_TILE)
+        return map_tiles(
+            tile, (q, weights, visible, limit), INVARIANT_TILE if invariant else QUERY_TILE, filled=invariant
+        )
 
     # Index logits are the largest temporary of a step: as many sequences at once as a fixed budget holds.
     length, heads = q_BSHD.shape[1:3]
@@ -79,11 +84,15 @@ def select_entries(
     return Selection(entries, limit_blocks if publish is None else blocks)
 
 
-def _index_logits(q_THD: jax.Array, keys_ND: jax.Array, weights_TH: jax.Array) -> jax.Array:
+def _index_logits(q_THD: jax.Array, keys_ND: jax.Array, weights_TH: jax.Array, invariant: bool) -> jax.Array:
     dtype = q_THD.dtype
+    keep = fence if invariant else lambda x: x
+    q_THD, keys_ND = keep(q_THD), keep(keys_ND)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
     dot = jnp.einsum("thd,nd->thn", q_THD, keys_ND, precision=precision, preferred_element_type=jnp.float32)
-    weighted = jax.nn.relu(dot.astype(dtype)) * weights_TH[..., None]
+    weighted = keep(jax.nn.relu(keep(keep(dot).astype(dtype))) * weights_TH[..., None])
+    if invariant:
+        return keep(sum_few(weighted.astype(jnp.float32), 1).astype(dtype))
     return jnp.sum(weighted, axis=1, dtype=jnp.float32).astype(dtype)
 
 

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from deepinfer_jax.ops.invariant import QUERY_TILE as INVARIANT_TILE
+from deepinfer_jax.ops.invariant import fence
 from deepinfer_jax.ops.rows import Rows
 from deepinfer_jax.ops.tiles import map_tiles
 
@@ -21,6 +23,7 @@ def sparse_attention(
     compressed: Rows | None,
     compressed_index_TK: jax.Array | None,
     sink_H: jax.Array,
+    invariant: bool = False,
 ) -> jax.Array:
     """One softmax over both lists plus a sink; key and value are the same vector for all heads.
 
@@ -41,28 +44,43 @@ def sparse_attention(
         if compressed is not None:
             rows = jnp.concatenate([rows, compressed.take(rest[0])], axis=1)
             index = jnp.concatenate([index, rest[0]], axis=1)
-        return _attend(q, rows, index >= 0, sink_H)
+        return _attend(q, rows, index >= 0, sink_H, invariant)
 
     lists = (q_THD, window_index_TW) if compressed is None else (q_THD, window_index_TW, compressed_index_TK)
-    return map_tiles(tile, lists, QUERY_TILE)
+    return map_tiles(tile, lists, INVARIANT_TILE if invariant else QUERY_TILE, filled=invariant)
 
 
-def dense_attention(q_THD: jax.Array, kv_ND: jax.Array, valid_TN: jax.Array, sink_H: jax.Array) -> jax.Array:
-    """The same with one list of N rows for all queries: what a DSpark block attends to."""
-    return _attend(q_THD, jnp.broadcast_to(kv_ND, (q_THD.shape[0], *kv_ND.shape)), valid_TN, sink_H)
+def dense_attention(
+    q_BTHD: jax.Array, kv_BND: jax.Array, valid_BTN: jax.Array, sink_H: jax.Array, invariant: bool = False
+) -> jax.Array:
+    """The same with one list of N rows for all T queries of a sequence: what a DSpark block attends to."""
+
+    def sequence(args: tuple[jax.Array, ...]) -> jax.Array:
+        q, kv, valid = args
+        return _attend(q, jnp.broadcast_to(kv, (q.shape[0], *kv.shape)), valid, sink_H, invariant)
+
+    args = (q_BTHD, kv_BND, valid_BTN)
+    if invariant:
+        # One by one: the blocks of several sequences in one product would make its shape depend on their number.
+        return lax.map(sequence, args)
+    return jax.vmap(sequence)(args)
 
 
-def _attend(q_THD: jax.Array, rows_TND: jax.Array, valid_TN: jax.Array, sink_H: jax.Array) -> jax.Array:
+def _attend(
+    q_THD: jax.Array, rows_TND: jax.Array, valid_TN: jax.Array, sink_H: jax.Array, invariant: bool
+) -> jax.Array:
+    keep = fence if invariant else lambda x: x
+    q_THD, rows_TND = keep(q_THD), keep(rows_TND)
     precision = lax.Precision.HIGHEST if q_THD.dtype == jnp.float32 else None
     scale = np.float32(q_THD.shape[-1] ** -0.5)
     score = jnp.einsum("thd,tnd->thn", q_THD, rows_TND, precision=precision, preferred_element_type=jnp.float32)
-    score = jnp.where(valid_TN[:, None, :], score * scale, -jnp.inf)
+    score = jnp.where(valid_TN[:, None, :], keep(keep(score) * scale), -jnp.inf)
     # -1e30 rather than -inf: a query without valid rows must give 0, not NaN.
     # It cancels out, so it needs no gradient.
     top = lax.stop_gradient(jnp.maximum(jnp.max(score, axis=-1, keepdims=True), -1e30))
-    p = jnp.exp(score - top)
-    denominator = jnp.sum(p, axis=-1) + jnp.exp(sink_H[None, :] - top[..., 0])
+    p = keep(jnp.exp(score - top))
+    denominator = keep(jnp.sum(p, axis=-1)) + jnp.exp(sink_H[None, :] - top[..., 0])
     out = jnp.einsum(
         "thn,tnd->thd", p.astype(q_THD.dtype), rows_TND, precision=precision, preferred_element_type=jnp.float32
     )
-    return (out / denominator[..., None]).astype(q_THD.dtype)
+    return keep((keep(out) / denominator[..., None]).astype(q_THD.dtype))

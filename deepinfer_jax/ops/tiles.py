@@ -10,14 +10,14 @@ import jax.numpy as jnp
 from jax import lax
 
 
-def map_tiles(f: Callable[[Any], Any], xs: Any, tile: int) -> Any:
+def map_tiles(f: Callable[[Any], Any], xs: Any, tile: int, filled: bool = False) -> Any:
     """f over the leading axis of the tree xs, `tile` elements at a time; the last tile is padded with zeros.
 
     f maps a tree of [tile, ...] arrays to a tree of [tile, ...] arrays (any size up to `tile` when the axis is
-    shorter than one tile), each element on its own.
+    shorter than one tile), each element on its own. `filled` makes every tile whole, also a single one.
     """
     n = jax.tree.leaves(xs)[0].shape[0]
-    if n <= tile:
+    if n == tile or (n < tile and not filled):
         return f(xs)
     count = -(-n // tile)
 
@@ -25,6 +25,8 @@ def map_tiles(f: Callable[[Any], Any], xs: Any, tile: int) -> Any:
         padded = jnp.pad(x, [(0, count * tile - n)] + [(0, 0)] * (x.ndim - 1))
         return padded.reshape(count, tile, *x.shape[1:])
 
+    if count == 1:
+        return jax.tree.map(lambda y: y[:n], f(jax.tree.map(lambda x: split(x)[0], xs)))
     out = lax.map(f, jax.tree.map(split, xs))
     return jax.tree.map(lambda y: y.reshape(count * tile, *y.shape[2:])[:n], out)
 

@@ -51,7 +51,7 @@ class DenseMoE(MoE):
     ) -> jax.Array:
         t, e = self.config.text_config, self.num_experts
         x_TD = x_BSD.reshape(-1, x_BSD.shape[-1])
-        routing = self.gate(x_TD, vectors, image_BS.reshape(-1))
+        routing = self.gate(x_TD, vectors, image_BS.reshape(-1), run.numerics)
         one_hot = jax.nn.one_hot(routing.experts, e, dtype=jnp.float32)
         run.tap("load", one_hot.mean((0, 1)))
         weight_TE = jnp.einsum("tke,tk->te", one_hot, routing.weights)
@@ -90,7 +90,7 @@ class DenseAttention(Attention):
             out = attend(q_BSHK, kv_BSK, None, None, vectors["attn.attn_sink"], window)
             return self.output(out, table, numerics), cache, selection
         if self.compressor is not None:
-            cache = source = self._compressed(x_BSD, vectors, step, layouts)
+            cache = source = self._compressed(x_BSD, vectors, step, layouts, numerics)
         assert source is not None and source.compressed is not None and source.index_keys is not None
         entries_BNK = source.compressed
         visible = _visible(x_BSD.shape[1], entries_BNK.shape[1], self.plan.ratio)
@@ -106,15 +106,17 @@ class DenseAttention(Attention):
         out = attend(q_BSHK, kv_BSK, entries_BNK, chosen, vectors["attn.attn_sink"], window)
         return self.output(out, table, numerics), cache, selection
 
-    def _compressed(self, x_BSD: jax.Array, vectors: Vectors, step: Step, layouts: Layouts) -> LayerCache:
+    def _compressed(
+        self, x_BSD: jax.Array, vectors: Vectors, step: Step, layouts: Layouts, numerics: Numerics
+    ) -> LayerCache:
         """Rounded entries and index keys [B, N, K] of the complete groups."""
         assert self.compressor is not None and self.indexer is not None
         ratio = self.plan.ratio
         batch, length, head_dim = *x_BSD.shape[:2], self.config.text_config.head_dim
         empty = jnp.zeros((batch, ratio - 1 + 8, 2, head_dim), jnp.float32) if ratio > 1 else None
-        latent = self.compressor(x_BSD, vectors, step, LayerCache(jnp.zeros(0), pending=empty))
+        latent = self.compressor(x_BSD, vectors, step, LayerCache(jnp.zeros(0), pending=empty), numerics)
         # The index keys must not pull the latents, which attention needs.
-        keys = self.indexer.keys(lax.stop_gradient(latent.values), vectors)
+        keys = self.indexer.keys(lax.stop_gradient(latent.values), vectors, numerics)
         cos, sin = step.rope("yarn", ratio - 1)
         ends = slice(ratio - 1, length, ratio)
         table = (cos[:, ends], sin[:, ends])
