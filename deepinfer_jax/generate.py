@@ -166,7 +166,9 @@ def decode(
         position = state.cache.lengths
         drawn = setup.sampler(state.logits, state.sampler, position)
         ids = jnp.where(state.active, drawn, -1)
-        shown = None if top_logprobs is None else logprobs(state.logits, ids, top_logprobs)
+        shown = (
+            None if top_logprobs is None else logprobs(state.logits, ids, top_logprobs, setup.numerics.batch_invariant)
+        )
         tokens = jax.tree.map(lambda out, value: out.at[i].set(value), tokens, Tokens(ids, shown))
         ended = is_stop(drawn, state.sampler) & (position >= state.sampler.min_position)
         active = state.active & ~ended & (position + 1 < state.end)

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from deepinfer_jax.ops.invariant import alone, sum_channels
+
 
 @partial(
     jax.tree_util.register_dataclass,
@@ -103,12 +105,13 @@ def filtered(scaled: jax.Array, rows: SamplerRows) -> jax.Array:
 
     def by_rank() -> jax.Array:
         order = jnp.argsort(-kept, axis=-1, stable=True)
-        p = jax.nn.softmax(jnp.take_along_axis(kept, order, axis=-1), axis=-1)
+        # What is kept must not depend on the batch: sums and exponentials as in `ops/invariant.py`, in every mode.
+        p = alone(jnp.exp, jnp.take_along_axis(kept, order, axis=-1))
         rank = jnp.arange(kept.shape[-1])[None, :]
         k = jnp.where(rows.top_k > 0, rows.top_k, kept.shape[-1])[:, None]
         # top_p looks at the distribution that top_k left.
         p = jnp.where(rank < k, p, 0)
-        p = p / jnp.sum(p, axis=-1, keepdims=True)
+        p = p / sum_channels(p)[:, None]
         before = jnp.cumsum(p, axis=-1) - p
         keep = (rank < k) & ((before < rows.top_p[:, None]) | (rows.top_p >= 1)[:, None] | (rank == 0))
         keep = jnp.zeros(kept.shape, bool).at[jnp.arange(kept.shape[0])[:, None], order].set(keep)
@@ -119,9 +122,13 @@ def filtered(scaled: jax.Array, rows: SamplerRows) -> jax.Array:
     return lax.cond(jnp.any(ranked), lambda: jnp.where(ranked[:, None], by_rank(), kept), lambda: kept)
 
 
-def logprobs(logits: jax.Array, tokens: jax.Array, count: int) -> Logprobs:
+def logprobs(logits: jax.Array, tokens: jax.Array, count: int, invariant: bool = False) -> Logprobs:
     """Log-probabilities of the chosen tokens int32[B] and of the `count` most probable ones (ties: lower ids)."""
-    log_p = jax.nn.log_softmax(logits, axis=-1)
+    if invariant:
+        below = logits - jnp.max(logits, axis=-1, keepdims=True)
+        log_p = below - alone(jnp.log, sum_channels(alone(jnp.exp, below)))[:, None]
+    else:
+        log_p = jax.nn.log_softmax(logits, axis=-1)
     chosen = jnp.take_along_axis(log_p, jnp.maximum(tokens, 0)[:, None], axis=-1)[:, 0]
     top, top_ids = lax.top_k(log_p, min(count, logits.shape[-1]))
     return Logprobs(chosen, top, top_ids.astype(jnp.int32))

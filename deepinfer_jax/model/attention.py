@@ -16,7 +16,7 @@ from deepinfer_jax.model.module import Vectors, param, quantized
 from deepinfer_jax.model.run import Run
 from deepinfer_jax.model.step import Step
 from deepinfer_jax.numerics import Numerics
-from deepinfer_jax.ops.invariant import fence, sum_few
+from deepinfer_jax.ops.invariant import alone, fence, sum_few
 from deepinfer_jax.ops.linear import grouped_output_linear, linear, quantized_linear
 from deepinfer_jax.ops.norm_rope import rms_norm, rope
 from deepinfer_jax.ops.rows import Rows, write_rows
@@ -212,7 +212,7 @@ def pool(values: jax.Array, gates: jax.Array, invariant: bool) -> jax.Array:
     """Softmax-weighted sum over axis 2 (the tokens of a group), float32."""
     if not invariant:
         return jnp.sum(values * jax.nn.softmax(gates, axis=2), axis=2)
-    e = fence(jnp.exp(gates - jnp.max(gates, axis=2, keepdims=True)))
+    e = alone(jnp.exp, gates - jnp.max(gates, axis=2, keepdims=True))
     return sum_few(fence(values * (e / sum_few(e, 2)[:, :, None])), 2)
 
 

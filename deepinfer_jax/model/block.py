@@ -16,6 +16,7 @@ from deepinfer_jax.model.hyper_connection import HyperConnection, hyper_connecti
 from deepinfer_jax.model.module import Vectors
 from deepinfer_jax.model.moe import MoE, moe_vectors
 from deepinfer_jax.model.run import Run
+from deepinfer_jax.ops.hyper_connection import Mixes
 from deepinfer_jax.ops.norm_rope import rms_norm
 
 
@@ -54,15 +55,25 @@ class Block(nnx.Module):
         norm = functools.partial(rms_norm, eps=eps, invariant=numerics.batch_invariant)
         with jax.named_scope("attn"):
             site = self.hc.mixes(h_BSCD, self.vectors, "attn", numerics)
-            y = attend(norm(self.hc.collapse(h_BSCD, pre_BSC, numerics), self.vectors["attn_norm.weight"]))
+            x = norm(self.hc.collapse(h_BSCD, pre_BSC, numerics), self.vectors["attn_norm.weight"])
+            _tap_site(run, "attn", site, x)
+            y = attend(x)
             run.tap("attn.out", y)
             h_BSCD = self.hc.expand(y, h_BSCD, site, numerics)
+            run.tap("attn.streams", h_BSCD)
         pre_BSC = site.pre
         with jax.named_scope("ffn"):
             site = self.hc.mixes(h_BSCD, self.vectors, "ffn", numerics)
             x = norm(self.hc.collapse(h_BSCD, pre_BSC, numerics), self.vectors["ffn_norm.weight"])
+            _tap_site(run, "ffn", site, x)
             y = self.ffn(x, self.vectors, valid_BS, image_BS, run.at("ffn"))
             run.tap("ffn.out", y)
             h_BSCD = self.hc.expand(y, h_BSCD, site, numerics)
         run.tap("streams", h_BSCD)
         return h_BSCD, site.pre
+
+
+def _tap_site(run: Run, name: str, site: Mixes, x_BSD: jax.Array) -> None:
+    for part, value in site._asdict().items():
+        run.tap(f"{name}.{part}", value)
+    run.tap(f"{name}.in", x_BSD)

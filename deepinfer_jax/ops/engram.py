@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from deepinfer_jax.engram_hash import offsets
-from deepinfer_jax.ops.invariant import fence, sum_channels
+from deepinfer_jax.ops.invariant import alone, fence, sum_channels
 from deepinfer_jax.ops.norm_rope import inverse_rms
 
 Table = tuple[tuple[int, ...], ...]
@@ -89,8 +89,11 @@ def engram_gate(
     scale = inverse_rms(h, norm_eps, invariant) * inverse_rms(key, norm_eps, invariant)
     terms = h * qk_CD[None, None] * key
     dot = (sum_channels(terms) if invariant else jnp.sum(terms, axis=-1)) * scale * h.shape[-1] ** -0.5
+    dot = fence(dot) if invariant else dot
     strength = jnp.sqrt(jnp.maximum(jnp.abs(dot), 1e-6))
-    opened = jnp.where(open_BS[..., None], jax.nn.sigmoid(jnp.copysign(strength, dot)), 0)
+    signed = jnp.copysign(strength, dot)
+    share = alone(jax.nn.sigmoid, signed) if invariant else jax.nn.sigmoid(signed)
+    opened = jnp.where(open_BS[..., None], share, 0)
     memory = opened[..., None] * value_BSD[..., None, :].astype(jnp.float32)
     out = (h + (fence(memory) if invariant else memory)).astype(h_BSCD.dtype)
     return fence(out) if invariant else out

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deepinfer_jax.ops.invariant import fence, sum_few
+from deepinfer_jax.ops.invariant import alone, fence, sum_few
 from deepinfer_jax.ops.linear import contract
 from deepinfer_jax.ops.norm_rope import inverse_rms
 
@@ -53,9 +53,10 @@ def mixes(
     m = contract(x, fn, invariant) * inverse_rms(x, norm_eps, invariant)[..., None]
     base = base.reshape((1,) * len(lead) + base.shape)
     scaled = m * jnp.repeat(scale, np.array([c, c, c * c]), total_repeat_length=c * (c + 2)).reshape(base.shape)
-    m = (fence(scaled) if invariant else scaled) + base
-    pre = jax.nn.sigmoid(m[..., :c]) + eps
-    post = 2 * jax.nn.sigmoid(m[..., c : 2 * c])
+    m = fence(fence(scaled) + base) if invariant else scaled + base
+    gates = m[..., : 2 * c]
+    gates = alone(jax.nn.sigmoid, gates) if invariant else jax.nn.sigmoid(gates)
+    pre, post = gates[..., :c] + eps, 2 * gates[..., c:]
     comb = sinkhorn(m[..., 2 * c :].reshape(*lead, c, c), eps, iterations, invariant)
     return Mixes(*map(fence, (pre, post, comb))) if invariant else Mixes(pre, post, comb)
 
@@ -63,19 +64,23 @@ def mixes(
 def sinkhorn(logits: jax.Array, eps: float, iterations: int, invariant: bool = False) -> jax.Array:
     """exp of logits[..., C, C], rows and columns normalised in turn; the first row pass is a softmax."""
 
+    # A quotient of quotients may be computed as one, with a product below.
+    keep = fence if invariant else lambda x: x
+
     def total(k: jax.Array, axis: int) -> jax.Array:
         return jnp.expand_dims(sum_few(k, axis), axis) if invariant else jnp.sum(k, axis=axis, keepdims=True)
 
     def rows(k: jax.Array) -> jax.Array:
-        return k / (total(k, -1) + eps)
+        return keep(k / keep(total(k, -1) + eps))
 
     def columns(k: jax.Array) -> jax.Array:
-        return k / (total(k, -2) + eps)
+        return keep(k / keep(total(k, -2) + eps))
 
     # The maximum cancels out, so it needs no gradient. Its own would compare recomputed logits with it for equality,
     # which a compiler may make false everywhere: 0 / 0.
-    k = jnp.exp(logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True)))
-    k = columns(k / total(k, -1) + eps)
+    below = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+    k = alone(jnp.exp, below) if invariant else jnp.exp(below)
+    k = columns(keep(k / keep(total(k, -1))) + eps)
     return lax.fori_loop(0, iterations - 1, lambda _, k: columns(rows(k)), k)
 
 

@@ -7,10 +7,12 @@ XLA compiles another program for every shape, and its choices move last bits. Fo
    `tests/ops/test_invariant.py` and `deepinfer-jax verify` check it for every shape of weight.
 2. **The order of a sum.** A sum over channels is a product with ones, in the same tiles (`sum_channels`); a sum over a
    handful of elements is written as additions in their order (`sum_few`).
-3. **Approximations.** The vector form of `rsqrt` is an approximation that its scalar form is not, and which one a value
-   gets depends on where in an array it stands; `inverse_sqrt` is made of rounded operations.
-4. **Fusion.** Where a product feeds a sum inside one kernel, it may or may not be rounded in between, and a rounding to
-   bfloat16 may be dropped. A barrier (`fence`) parts such pairs, and ends every op.
+3. **Approximations.** `exp` and its like have other last bits in a vector than alone, and the shape of an array and
+   the rest of a kernel decide which form is used. So they get kernels of their own, over whole vectors (`alone`). The
+   vector form of `rsqrt` is an approximation that its scalar form is not; `inverse_sqrt` is made of rounded operations.
+4. **Fusion.** Where a product feeds a sum inside one kernel, it may or may not be rounded in between; a rounding to
+   bfloat16 may be dropped, and a quotient of quotients turned into another one. A barrier (`fence`) parts such pairs,
+   and ends every op.
 
 Everything else is comparison, selection, movement, or one correctly rounded operation per element.
 """
@@ -28,6 +30,9 @@ ROW_TILES = (8, 32, 256)
 
 QUERY_TILE = 8
 """Queries that attend at once."""
+
+LANES = 64
+"""A multiple of the elements that any CPU's vector loop takes in a turn."""
 
 
 def fence(x: jax.Array) -> jax.Array:
@@ -51,9 +56,9 @@ def in_row_tiles(f: Callable[[jax.Array], jax.Array], x: jax.Array, tile: int | 
     rows = x.shape[0]
     tile = row_tile(rows) if tile is None else tile
     count = -(-rows // tile)
-    if count * tile != rows:
-        x = jnp.pad(x, [(0, count * tile - rows)] + [(0, 0)] * (x.ndim - 1))
     x = fence(x)
+    if count * tile != rows:
+        x = fence(jnp.pad(x, [(0, count * tile - rows)] + [(0, 0)] * (x.ndim - 1)))
     if count == 1:
         return fence(f(x))[:rows]
     out = lax.map(lambda part: fence(f(fence(part))), x.reshape(count, tile, *x.shape[1:]))
@@ -68,6 +73,13 @@ def sum_channels(x: jax.Array) -> jax.Array:
         return lax.dot_general(rows, ones, (((1,), (1,)), ((), ())), precision=lax.Precision.HIGHEST)
 
     return in_row_tiles(product, x.reshape(-1, x.shape[-1]))[:, 0].reshape(x.shape[:-1])
+
+
+def alone(f: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """f(x), elementwise, in a kernel that does nothing else, over a list of whole vectors."""
+    flat = x.reshape(-1)
+    flat = fence(jnp.pad(flat, (0, -flat.shape[0] % LANES)))
+    return fence(f(flat))[: x.size].reshape(x.shape)
 
 
 def inverse_sqrt(x: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from jax import lax
 from deepinfer_jax.formats import QuantizedTensor
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.exchange import LOCAL, Exchange
-from deepinfer_jax.ops.invariant import fence, sum_few
+from deepinfer_jax.ops.invariant import alone, fence, sum_few
 from deepinfer_jax.ops.linear import linear, quantized_linear
 
 
@@ -36,7 +36,8 @@ def gate(
         bias_TE: float32 added for the choice only ([1, E], or one row per token).
         scale: `routed_scaling_factor`.
     """
-    score = jnp.sqrt(jax.nn.softplus(linear(x_TD, w_ED, jnp.float32, invariant)))
+    logit = linear(x_TD, w_ED, jnp.float32, invariant)
+    score = jnp.sqrt(alone(jax.nn.softplus, logit) if invariant else jax.nn.softplus(logit))
     experts = jnp.sort(lax.top_k(score + bias_TE, top_k)[1], axis=-1)
     weights = jnp.take_along_axis(score, experts, axis=-1)
     if top_k > 1:
@@ -46,19 +47,20 @@ def gate(
     return Routing(experts.astype(jnp.int32), fence(weights) if invariant else weights)
 
 
-def swiglu(gate_up: jax.Array, limit: float) -> jax.Array:
+def swiglu(gate_up: jax.Array, limit: float, invariant: bool = False) -> jax.Array:
     """silu(min(g, limit)) * clip(u, +-limit) in float32 of [..., 2 I] = (g, u); limit 0 is none."""
     g, u = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
     if limit > 0:
         g, u = jnp.minimum(g, limit), jnp.clip(u, -limit, limit)
-    return jax.nn.silu(g) * u
+    return (alone(jax.nn.silu, g) if invariant else jax.nn.silu(g)) * u
 
 
 def mlp(
     x: jax.Array, w13: jax.Array | QuantizedTensor, w2: jax.Array | QuantizedTensor, limit: float, numerics: Numerics
 ) -> jax.Array:
     """One expert without routing weight: [..., D] -> [..., D]."""
-    return quantized_linear(swiglu(quantized_linear(x, w13, numerics), limit).astype(x.dtype), w2, numerics)
+    y = swiglu(quantized_linear(x, w13, numerics), limit, numerics.batch_invariant)
+    return quantized_linear(y.astype(x.dtype), w2, numerics)
 
 
 def routed_experts(
@@ -123,7 +125,7 @@ def _expert_outputs(
         x = x_TD[jnp.maximum(pair, 0) // k]
 
         def run() -> jax.Array:
-            y = swiglu(quantized_linear(x, w13[expert], numerics), limit)
+            y = swiglu(quantized_linear(x, w13[expert], numerics), limit, numerics.batch_invariant)
             y = (y * pair_weight[jnp.maximum(pair, 0)][:, None]).astype(x.dtype)
             return quantized_linear(y, w2[expert], numerics)
 

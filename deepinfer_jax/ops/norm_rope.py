@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 
 from deepinfer_jax.config import TextConfig
-from deepinfer_jax.ops.invariant import fence, inverse_sqrt, sum_channels
+from deepinfer_jax.ops.invariant import alone, fence, inverse_sqrt, sum_channels
 
 
 def rms_norm(x: jax.Array, w: jax.Array, eps: float, invariant: bool = False) -> jax.Array:
@@ -63,8 +63,7 @@ def rope_frequencies(text: TextConfig, kind: Literal["plain", "yarn"]) -> np.nda
 def rope_table(positions: jax.Array, text: TextConfig, kind: Literal["plain", "yarn"]) -> tuple[jax.Array, jax.Array]:
     """(cos, sin) float32[..., d / 2] for integer positions."""
     angle = positions.astype(jnp.float32)[..., None] * _like(jnp.asarray(rope_frequencies(text, kind)), positions, 1)
-    angle = lax.optimization_barrier(angle)
-    return jnp.cos(angle), jnp.sin(angle)
+    return alone(jnp.cos, angle), alone(jnp.sin, angle)
 
 
 def rope(x: jax.Array, table: tuple[jax.Array, jax.Array], *, inverse: bool = False) -> jax.Array:

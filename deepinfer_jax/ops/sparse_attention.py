@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from deepinfer_jax.ops.invariant import QUERY_TILE as INVARIANT_TILE
-from deepinfer_jax.ops.invariant import fence
+from deepinfer_jax.ops.invariant import alone, fence
 from deepinfer_jax.ops.rows import Rows
 from deepinfer_jax.ops.tiles import map_tiles
 
@@ -78,8 +80,9 @@ def _attend(
     # -1e30 rather than -inf: a query without valid rows must give 0, not NaN.
     # It cancels out, so it needs no gradient.
     top = lax.stop_gradient(jnp.maximum(jnp.max(score, axis=-1, keepdims=True), -1e30))
-    p = keep(jnp.exp(score - top))
-    denominator = keep(jnp.sum(p, axis=-1)) + jnp.exp(sink_H[None, :] - top[..., 0])
+    exp = functools.partial(alone, jnp.exp) if invariant else jnp.exp
+    p = exp(score - top)
+    denominator = keep(jnp.sum(p, axis=-1)) + exp(sink_H[None, :] - top[..., 0])
     out = jnp.einsum(
         "thn,tnd->thd", p.astype(q_THD.dtype), rows_TND, precision=precision, preferred_element_type=jnp.float32
     )

@@ -34,7 +34,7 @@ def with_layers(params, change):
 class FirstExperts(Router):
     """Sends every token to the same experts, and has no use for the vectors that come with it."""
 
-    def __call__(self, x_TD, vectors, image_T):
+    def __call__(self, x_TD, vectors, image_T, numerics):
         k = self.config.text_config.num_experts_per_tok
         experts = jnp.tile(jnp.arange(k, dtype=jnp.int32)[None], (x_TD.shape[0], 1))
         return Routing(experts, jnp.full(experts.shape, 1 / k))
@@ -48,10 +48,10 @@ def first_experts(model):
 class Plain(HyperConnection):
     """One residual stream in all of them."""
 
-    def collapse(self, h_BSCD, pre_BSC):
+    def collapse(self, h_BSCD, pre_BSC, numerics):
         return h_BSCD[:, :, 0]
 
-    def expand(self, y_BSD, h_BSCD, site):
+    def expand(self, y_BSD, h_BSCD, site, numerics):
         return h_BSCD + y_BSD[:, :, None]
 
 
