@@ -1,7 +1,7 @@
 """Batch invariance of the trained checkpoint: a request's bits, whatever runs beside it and however it is cut.
 
-Every axis compares ids and the bits of log-probabilities, at temperature 0 and 1. With the mode off at least one of the
-comparisons must fail, or they show nothing.
+Generation compares ids and the bits of log-probabilities, at temperature 0 and 1; passes compare all logits. With the mode
+off the chunks must differ, or they show nothing; batches of generation have no such control yet.
 """
 
 import dataclasses
@@ -44,8 +44,10 @@ def outcomes(tag, root, on, prompts, **options):
     config, params, tokenizer = loaded(tag, root)
     llm = LLM.of(config, params, tokenizer, numerics=numerics(tag, on), max_length=256, progress=False, **options)
     sampling = [
-        dj.SamplingParams(temperature=float(i % 2), seed=TEXTS.index(text), max_tokens=12, logprobs=2, ignore_eos=True)
-        for i, text in enumerate(prompts)
+        dj.SamplingParams(
+            temperature=float(TEXTS.index(text) % 2), seed=TEXTS.index(text), max_tokens=12, logprobs=2, ignore_eos=True
+        )
+        for text in prompts
     ]
     return [
         (out.token_ids, tuple(np.float32(t.logprob).tobytes() for t in out.logprobs or ()))
