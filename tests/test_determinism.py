@@ -1,7 +1,7 @@
 """Batch invariance of the trained checkpoint: a request's bits, whatever runs beside it and however it is cut.
 
-Generation compares ids and the bits of log-probabilities, at temperature 0 and 1; passes compare all logits. With the mode
-off the chunks must differ, or they show nothing; batches of generation have no such control yet.
+Generation compares ids and the bits of log-probabilities, at temperature 0 and 1; passes compare all logits. With the
+mode off the chunks must differ, or they show nothing; batches of generation have no such control yet.
 """
 
 import dataclasses
