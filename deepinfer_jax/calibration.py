@@ -46,7 +46,7 @@ class Outcomes(NamedTuple):
         accepted: int[N, n]: 1 accepted, 0 rejected, -1 not verified after a rejection, -2 after a draft that would have
             ended the text. These say nothing, whatever became of that draft: to leave out only the blocks in which it
             was accepted would leave out survivors alone.
-        analytic: float[N, n]: 1 - TV(p, q) = sum of min(p, q), the probability that a draft from q is accepted by p;
+        analytic: float[N, n]: the probability that a draft is accepted after those before it, known before it is drawn;
             nan where not verified.
     """
 

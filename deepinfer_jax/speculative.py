@@ -1,7 +1,7 @@
 """Speculative decoding with the checkpoint's own drafter, as a measurement: what it accepts, and how sure it was.
 
-A round drafts a block after the last accepted token, verifies it with one forward, accepts from left to right, and
-gives up the rest. A batch of prompts runs to its end before the next one starts. Each transition below is written for
+A round drafts a block after the last accepted token, verifies it with one forward, accepts some drafts from the left,
+and gives up the rest. A batch of prompts runs to its end before the next one starts. Each transition below is written for
 one device's share, like those of `generate.py`.
 """
 
@@ -38,7 +38,9 @@ from deepinfer_jax.parallel.mesh import Layout, make_mesh, param_shardings, para
 from deepinfer_jax.sampling import request_key, seed_words
 from deepinfer_jax.sampling_params import SamplingParams
 
-# What a draw at a position is for. Each position is decided once, by one of each at most, so none is used twice.
+# What a draw at a position is for. A round drafts and judges positions that it may not come to decide, and how far it
+# comes depends on what it drew there: so these draws are those of the round too. A token after the accepted drafts is
+# drawn once for a position.
 DRAFT, ACCEPT, TARGET = range(3)
 
 _NO_STOP = -2
@@ -87,7 +89,7 @@ class Round(NamedTuple):
         tokens: int32[B, 1 + n] accepted drafts and the token after them, up to the end of the text; then -1.
         accepted: int32[B] drafts among them; -1 for a slot that was not active.
         confidence: float32[B, n] logits of the confidence head.
-        analytic: float32[B, n] sum of min(p, q): how probable acceptance was, had the drafts before been accepted.
+        analytic: float32[B, n] how probable acceptance was before the draft was drawn, had those before been accepted.
     """
 
     drafted: jax.Array
@@ -103,7 +105,7 @@ class Verdict(NamedTuple):
     Attributes:
         accepted: int32[B] drafts from the left.
         token: int32[B] the token after them.
-        analytic: float32[B, n].
+        analytic: float32[B, n] sum of min(p, q / r): as in `Round`; r is `judge`'s, 1 where p is all that matters.
     """
 
     accepted: jax.Array
@@ -123,22 +125,32 @@ def distribution(logits_BNV: jax.Array, temperature_B: jax.Array) -> jax.Array:
     return jnp.where(t > 0, jax.nn.softmax(scaled, axis=-1), best)
 
 
-def draw(weights_BV: jax.Array, seed_B2: jax.Array, position_B: jax.Array, purpose: int) -> jax.Array:
-    """Token ids int32[B], with probabilities proportional to the weights; functions of (seed, position, purpose)."""
+def draw(
+    weights_BV: jax.Array, seed_B2: jax.Array, position_B: jax.Array, purpose: int, round_B: jax.Array | None = None
+) -> jax.Array:
+    """Token ids int32[B], with probabilities proportional to the weights; functions of (seed, position, purpose), for
+    drafts also of the round: int32[B] where its first draft stands."""
+    round_B = jnp.zeros_like(position_B) if round_B is None else round_B
 
-    def noise(seed: jax.Array, position: jax.Array) -> jax.Array:
-        return jax.random.gumbel(_key(seed, position, purpose), weights_BV.shape[1:], jnp.float32, mode="high")
+    def noise(seed: jax.Array, position: jax.Array, start: jax.Array) -> jax.Array:
+        key = _key(seed, position, purpose, start)
+        return jax.random.gumbel(key, weights_BV.shape[1:], jnp.float32, mode="high")
 
-    scores = jnp.log(weights_BV) + jax.vmap(noise)(seed_B2, position_B)
+    scores = jnp.log(weights_BV) + jax.vmap(noise)(seed_B2, position_B, round_B)
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
 def judge(
     target_BNV: jax.Array, drafter_BKV: jax.Array, drafted_BK: jax.Array, seed_B2: jax.Array, position_B: jax.Array
 ) -> Verdict:
-    """The rejection rule: accept x with probability min(1, p(x) / q(x)), from left to right; at the first rejection
-    draw from what p has more than q, after the whole block from p. The tokens are then distributed as if drawn from
-    p, whatever q is (Leviathan et al. 2023). At temperature 0 this accepts x iff it is the target's choice.
+    """Block verification (Sun et al. 2024): a block is judged as a whole, and never accepts less on average than the
+    rule that judges token by token, whatever drafter and target are. The tokens are distributed as if drawn from p.
+
+    With r_0 = 1 and r_k = min(1, r_{k-1} p(x_k) / q(x_k)), r_k is the probability that the first k drafts are
+    accepted: a draft that is likelier than q says makes up for one before it that is less so. What p has more than q
+    after k drafts, s_k = sum of max(0, r_k p - q), is what a token after them is drawn from. k drafts pass with
+    probability s_k / (s_k + 1 - r_k), the whole block with r_K, and the last k that passes is taken. At temperature 0
+    a draft is accepted iff it is the target's choice.
 
     Args:
         target_BNV: Distributions p after each token of the block, N = K + 1.
@@ -147,29 +159,50 @@ def judge(
         position_B: int32 where the first of them stands.
     """
     count = drafted_BK.shape[1]
-    places = position_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
-    uniform = jax.vmap(jax.vmap(lambda s, p: jax.random.uniform(_key(s, p, ACCEPT)), (None, 0)), (0, 0))(
-        seed_B2, places
-    )
     p = jnp.take_along_axis(target_BNV[:, :count], drafted_BK[..., None], axis=-1)[..., 0]
     q = jnp.take_along_axis(drafter_BKV, drafted_BK[..., None], axis=-1)[..., 0]
-    # As a product, since q may be 0 for a draft that another rule chose.
-    taken = (uniform * q < p).astype(jnp.int32)
-    accepted = jnp.sum(jnp.cumprod(taken, axis=1), axis=1)
-    # After the block nothing was drafted, so all of p is left.
-    drafter_BNV = jnp.pad(drafter_BKV, [(0, 0), (0, 1), (0, 0)])
-    target_BV, drafter_BV = (
-        jnp.take_along_axis(x, accepted[:, None, None], axis=1)[:, 0] for x in (target_BNV, drafter_BNV)
-    )
-    left = jnp.maximum(target_BV - drafter_BV, 0)
+    kept_BN = _kept(p, q)
+    # After the block nothing was drafted, so all of p is left, and s_K / (s_K + 1 - r_K) = r_K.
+    left = jnp.maximum(kept_BN[..., None] * target_BNV - jnp.pad(drafter_BKV, [(0, 0), (0, 1), (0, 0)]), 0)
+    mass, lost = jnp.sum(left[:, 1:], axis=-1), 1 - kept_BN[:, 1:]
+    # Nothing lost and nothing left: target and drafter agree on what follows.
+    chance = jnp.where(lost > 0, mass / jnp.where(lost > 0, mass + lost, 1), 1)
+    number = jnp.arange(1, count + 1, dtype=jnp.int32)[None]
+    accepted = jnp.max(jnp.where(_uniform(seed_B2, position_B, count) < chance, number, 0), axis=1)
+    left, target_BV = (jnp.take_along_axis(x, accepted[:, None, None], axis=1)[:, 0] for x in (left, target_BNV))
     # Where both are equal but for their last bits, rounding can leave nothing.
     left = jnp.where(jnp.any(left > 0, axis=-1, keepdims=True), left, target_BV)
     token = draw(left, seed_B2, position_B + accepted, TARGET)
-    return Verdict(accepted, token, jnp.sum(jnp.minimum(target_BNV[:, :count], drafter_BKV), axis=-1))
+    before = kept_BN[:, :count]
+    shared = jnp.sum(jnp.minimum(before[..., None] * target_BNV[:, :count], drafter_BKV), axis=-1)
+    return Verdict(accepted, token, jnp.where(before > 0, shared / jnp.where(before > 0, before, 1), 0))
 
 
-def _key(seed: jax.Array, position: jax.Array, purpose: int) -> jax.Array:
-    return jax.random.fold_in(request_key(seed, jnp.uint32(0), position), purpose)
+def _kept(p_BK: jax.Array, q_BK: jax.Array) -> jax.Array:
+    """r_0 ... r_K of `judge`, [B, K + 1]. q may be 0 for a draft that another rule chose."""
+
+    def following(r: jax.Array, pq: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        p, q = pq
+        r = jnp.where(r * p > 0, r * p / jnp.maximum(q, r * p), 0)
+        return r, r
+
+    one = jnp.ones_like(p_BK[:, 0])
+    _, r_KB = lax.scan(following, one, (p_BK.T, q_BK.T))
+    return jnp.concatenate([one[:, None], r_KB.T], axis=1)
+
+
+def _uniform(seed_B2: jax.Array, position_B: jax.Array, count: int) -> jax.Array:
+    """The noise of accepting, float32[B, count]: one value for each draft of a round that begins at the position."""
+    places = position_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
+
+    def one(seed: jax.Array, place: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.random.uniform(_key(seed, place, ACCEPT, start))
+
+    return jax.vmap(jax.vmap(one, (None, 0, None)))(seed_B2, places, position_B)
+
+
+def _key(seed: jax.Array, position: jax.Array, purpose: int, start: jax.Array) -> jax.Array:
+    return jax.random.fold_in(jax.random.fold_in(request_key(seed, jnp.uint32(0), position), purpose), start)
 
 
 # ------------------------------------------------------------------- transitions, for one device's share
@@ -199,7 +232,9 @@ def one_round(params: Params, setup: Setup, state: State) -> tuple[State, Round]
     slots = jnp.arange(position.shape[0], dtype=jnp.int32)
 
     def choose(logits: jax.Array, k: int) -> jax.Array:
-        return draw(distribution(logits[:, None], rows.temperature)[:, 0], rows.seed, position + 1 + k, DRAFT)
+        return draw(
+            distribution(logits[:, None], rows.temperature)[:, 0], rows.seed, position + 1 + k, DRAFT, position + 1
+        )
 
     with jax.named_scope("draft"):
         block = draft(

@@ -235,7 +235,7 @@ def _table(*columns: str) -> Table:
 def _positions(outcomes: Outcomes) -> Table:
     from deepinfer_jax.calibration import by_position
 
-    table = _table("position", "verified", "accepted", "1 - TV", "confidence")
+    table = _table("position", "verified", "accepted", "expected", "confidence")
     for k, row in enumerate(by_position(outcomes), 1):
         table.add_row(str(k), f"{row.verified:,}", *map(_share, (row.acceptance, row.analytic, row.confidence)))
     return table

@@ -2,8 +2,9 @@
 
     python -m scripts.nano.own_text build/nano/run/checkpoint --data build/nano
 
-Prompts are like the held-out ones, but from training text; half of the continuations are greedy, half sampled. They
-become one more source of the drafter, `train/own.npy`.
+Prompts are like the held-out ones, but from training text. Each is continued greedily once and sampled three times:
+what is sampled wanders off from every corpus, and drafts are hardest there. The texts become one more source of the
+drafter, `train/own.npy`.
 """
 
 from __future__ import annotations
@@ -19,27 +20,30 @@ import deepinfer_jax as dj
 from scripts.nano.prompts import prompts_of
 from scripts.nano.streams import MIXTURE, OWN
 
-TEMPERATURES = (0.0, 1.0)
+KINDS = ((0.0, 1), (1.0, 3))
+"""Temperature and number of the continuations of a prompt."""
 
 
 def written(llm: dj.LLM, prompts: Sequence[Sequence[int]], new: int) -> list[np.ndarray]:
-    """Each prompt with its continuation, uint16[N], at every temperature in turn."""
-    found = []
-    for temperature in TEMPERATURES:
-        outputs = llm.generate(list(prompts), dj.SamplingParams(temperature=temperature, max_tokens=new))
-        found.append([
-            np.array([*prompt, *output.outputs[0].token_ids], np.uint16)
-            for prompt, output in zip(prompts, outputs, strict=True)
-        ])  # fmt: skip
-    return [text for pair in zip(*found, strict=True) for text in pair]
+    """Each prompt with a continuation, uint16[N]: all continuations of the first prompt, then of the second, ..."""
+    found = [
+        llm.generate(list(prompts), dj.SamplingParams(temperature=temperature, n=n, max_tokens=new))
+        for temperature, n in KINDS
+    ]
+    return [
+        np.array([*prompt, *sample.token_ids], np.uint16)
+        for prompt, *outputs in zip(prompts, *found, strict=True)
+        for output in outputs
+        for sample in output.outputs
+    ]
 
 
 def main(
     checkpoint: Annotated[Path, typer.Argument(help="The trained layers; the drafter is not asked.")],
     data: Annotated[Path, typer.Option(help="What `prepare` wrote.")] = Path("build/nano"),
-    count: Annotated[int, typer.Option(help="Prompts of each source.")] = 330,
+    count: Annotated[int, typer.Option(help="Prompts of each source.")] = 800,
     new: Annotated[int, typer.Option(help="Tokens of a continuation.")] = 160,
-    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences at once.")] = 1024,
     seed: Annotated[int, typer.Option(help="Of the samples.")] = 0,
 ) -> None:
     """Write `own.npy` beside the other sources of `train`."""

@@ -76,8 +76,8 @@ def trunk_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics)
 def draft_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics, anchors: int) -> Trainer:
     """Trains the drafter (`mtp`); the layers are frozen, rounded as released. Inputs are tokens and a random key.
 
-    The probability that a draft is accepted after accepted ones is 1 - TV(layers, draft) exactly, so the tokens that a
-    block is expected to give up are known, and are the loss; beside it KL(layers || draft), from which positions learn
+    Judged token by token a draft is accepted after accepted ones with probability 1 - TV(layers, draft), so the tokens
+    that a block is expected to give up are known (fewer, when it is judged as a whole), and are the loss; beside it KL(layers || draft), from which positions learn
     that are seldom reached, and the cross entropy of the confidence with the probability of acceptance.
 
     Args:

@@ -19,8 +19,8 @@ OWN = "own"
 """The source that the layers write for the drafter (`own_text.py`)."""
 
 DRAFT_MIXTURE = {
-    "bible": 0.08, "austen": 0.09, "devil": 0.02, "jargon": 0.05, "wordnet": 0.10, "python": 0.10, "chat": 0.16,
-    OWN: 0.40,
+    "bible": 0.05, "austen": 0.06, "devil": 0.01, "jargon": 0.03, "wordnet": 0.07, "python": 0.06, "chat": 0.12,
+    OWN: 0.60,
 }  # fmt: skip
 """The same for the drafter: more even, since small sources do no harm where the layers say what is right."""
 
