@@ -72,7 +72,7 @@ def sample(logits: jax.Array, rows: SamplerRows, positions: jax.Array) -> jax.Ar
         scaled = logits - jnp.max(logits, axis=-1, keepdims=True)
         scaled = scaled / jnp.where(rows.temperature > 0, rows.temperature, 1)[:, None]
         kept = filtered(scaled, rows)
-        noise = jax.vmap(partial(_noise, width=logits.shape[-1]))(rows.seed, rows.sample, positions)
+        noise = gumbel(jax.vmap(request_key)(rows.seed, rows.sample, positions), logits.shape[-1])
         return jnp.where(rows.temperature > 0, jnp.argmax(kept + noise, axis=-1), greedy)
 
     return lax.cond(jnp.any(rows.temperature > 0), draw, lambda: greedy).astype(jnp.int32)
@@ -141,6 +141,17 @@ def request_key(seed: jax.Array, sample: jax.Array, position: jax.Array) -> jax.
     return jax.random.fold_in(jax.random.fold_in(key, sample), position)
 
 
+def gumbel(keys: jax.Array, width: int) -> jax.Array:
+    """float32[B, width] of standard Gumbel noise, a row for each key: what `jax.random.gumbel` gives in mode `high`,
+    with logarithms whose last bits do not depend on B.
+
+    A uniform u has 24 bits, and 23 more below one half, where the largest values come from.
+    """
+    high, low = jnp.moveaxis(jax.vmap(lambda key: jax.random.uniform(key, (2, width)))(keys), 1, 0)
+    u = jnp.where(high >= 0.5, high, high + (2**-23 * low + 2**-47))
+    return -alone(jnp.log, -alone(jnp.log1p, -u))
+
+
 def seed_words(seed: int) -> np.ndarray:
     """uint32[2] of a 64-bit seed: `jax.random.key(seed)` for seeds below 2^32."""
     return np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
@@ -152,7 +163,3 @@ def stop_bits(ids: Iterable[int], vocab_size: int) -> np.ndarray:
     for token in ids:
         bits[token // 32] |= np.uint32(1 << token % 32)
     return bits
-
-
-def _noise(seed: jax.Array, sample: jax.Array, position: jax.Array, *, width: int) -> jax.Array:
-    return jax.random.gumbel(request_key(seed, sample, position), (width,), jnp.float32, mode="high")

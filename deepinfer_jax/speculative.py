@@ -1,8 +1,9 @@
 """Speculative decoding with the checkpoint's own drafter, as a measurement: what it accepts, and how sure it was.
 
 A round drafts a block after the last accepted token, verifies it with one forward, accepts some drafts from the left,
-and gives up the rest. A batch of prompts runs to its end before the next one starts. Each transition below is written for
-one device's share, like those of `generate.py`.
+and gives up the rest. A batch of prompts runs to its end before the next one starts. Each transition below is written
+for one device's share, like those of `generate.py`. Exponentials and sums follow `ops/invariant.py` in every mode, so
+that a draw does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from deepinfer_jax.generate import Setup
 from deepinfer_jax.model.step import Batch
 from deepinfer_jax.model.v41 import V41, Logits, Params, draft, draft_context, forward
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.ops.invariant import alone, fence, sum_channels
 from deepinfer_jax.parallel.mesh import Layout, make_mesh, param_shardings, param_specs
-from deepinfer_jax.sampling import request_key, seed_words
+from deepinfer_jax.sampling import gumbel, request_key, seed_words
 from deepinfer_jax.sampling_params import SamplingParams
 
 # What a draw at a position is for. A round drafts and judges positions that it may not come to decide, and how far it
@@ -120,9 +122,9 @@ def distribution(logits_BNV: jax.Array, temperature_B: jax.Array) -> jax.Array:
     """Probabilities [B, N, V] at a temperature; at 0 all on the most probable token, the lowest id among equals."""
     t = temperature_B[:, None, None]
     # The maximum goes first, so that no temperature, however small, overflows.
-    scaled = (logits_BNV - jnp.max(logits_BNV, axis=-1, keepdims=True)) / jnp.where(t > 0, t, 1)
+    weights = alone(jnp.exp, (logits_BNV - jnp.max(logits_BNV, axis=-1, keepdims=True)) / jnp.where(t > 0, t, 1))
     best = jax.nn.one_hot(jnp.argmax(logits_BNV, axis=-1), logits_BNV.shape[-1], dtype=logits_BNV.dtype)
-    return jnp.where(t > 0, jax.nn.softmax(scaled, axis=-1), best)
+    return jnp.where(t > 0, weights / sum_channels(weights)[..., None], best)
 
 
 def draw(
@@ -132,11 +134,8 @@ def draw(
     drafts also of the round: int32[B] where its first draft stands."""
     round_B = jnp.zeros_like(position_B) if round_B is None else round_B
 
-    def noise(seed: jax.Array, position: jax.Array, start: jax.Array) -> jax.Array:
-        key = _key(seed, position, purpose, start)
-        return jax.random.gumbel(key, weights_BV.shape[1:], jnp.float32, mode="high")
-
-    scores = jnp.log(weights_BV) + jax.vmap(noise)(seed_B2, position_B, round_B)
+    keys = jax.vmap(partial(_key, purpose))(seed_B2, position_B, round_B)
+    scores = alone(jnp.log, weights_BV) + gumbel(keys, weights_BV.shape[1])
     return jnp.argmax(scores, axis=-1).astype(jnp.int32)
 
 
@@ -163,8 +162,9 @@ def judge(
     q = jnp.take_along_axis(drafter_BKV, drafted_BK[..., None], axis=-1)[..., 0]
     kept_BN = _kept(p, q)
     # After the block nothing was drafted, so all of p is left, and s_K / (s_K + 1 - r_K) = r_K.
-    left = jnp.maximum(kept_BN[..., None] * target_BNV - jnp.pad(drafter_BKV, [(0, 0), (0, 1), (0, 0)]), 0)
-    mass, lost = jnp.sum(left[:, 1:], axis=-1), 1 - kept_BN[:, 1:]
+    scaled = fence(kept_BN[..., None] * target_BNV)
+    left = jnp.maximum(scaled - jnp.pad(drafter_BKV, [(0, 0), (0, 1), (0, 0)]), 0)
+    mass, lost = sum_channels(left[:, 1:]), 1 - kept_BN[:, 1:]
     # Nothing lost and nothing left: target and drafter agree on what follows.
     chance = jnp.where(lost > 0, mass / jnp.where(lost > 0, mass + lost, 1), 1)
     number = jnp.arange(1, count + 1, dtype=jnp.int32)[None]
@@ -173,8 +173,7 @@ def judge(
     # Where both are equal but for their last bits, rounding can leave nothing.
     left = jnp.where(jnp.any(left > 0, axis=-1, keepdims=True), left, target_BV)
     token = draw(left, seed_B2, position_B + accepted, TARGET)
-    before = kept_BN[:, :count]
-    shared = jnp.sum(jnp.minimum(before[..., None] * target_BNV[:, :count], drafter_BKV), axis=-1)
+    before, shared = kept_BN[:, :count], sum_channels(jnp.minimum(scaled[:, :count], drafter_BKV))
     return Verdict(accepted, token, jnp.where(before > 0, shared / jnp.where(before > 0, before, 1), 0))
 
 
@@ -196,12 +195,12 @@ def _uniform(seed_B2: jax.Array, position_B: jax.Array, count: int) -> jax.Array
     places = position_B[:, None] + jnp.arange(count, dtype=jnp.int32)[None, :]
 
     def one(seed: jax.Array, place: jax.Array, start: jax.Array) -> jax.Array:
-        return jax.random.uniform(_key(seed, place, ACCEPT, start))
+        return jax.random.uniform(_key(ACCEPT, seed, place, start))
 
     return jax.vmap(jax.vmap(one, (None, 0, None)))(seed_B2, places, position_B)
 
 
-def _key(seed: jax.Array, position: jax.Array, purpose: int, start: jax.Array) -> jax.Array:
+def _key(purpose: int, seed: jax.Array, position: jax.Array, start: jax.Array) -> jax.Array:
     return jax.random.fold_in(jax.random.fold_in(request_key(seed, jnp.uint32(0), position), purpose), start)
 
 

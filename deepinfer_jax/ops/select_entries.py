@@ -9,10 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from deepinfer_jax.ops.invariant import QUERY_TILE as INVARIANT_TILE
-from deepinfer_jax.ops.invariant import fence, sum_few
+from deepinfer_jax.ops.invariant import fence, in_row_tiles, sum_few
 from deepinfer_jax.ops.tiles import map_sequences, map_tiles
 
 QUERY_TILE = 16
+ENTRY_TILE = 256
+"""Entries that are scored at once where bits must not depend on their number."""
+
 LOGITS_BYTES = 64 << 20
 """Bytes of index logits held at once."""
 
@@ -69,7 +72,11 @@ def select_entries(
             blocks = None if publish is None else _best_blocks(score, visible, block_size, publish)
             if limit is not None:
                 score = jnp.where(_in_blocks(limit, keys.shape[0], block_size), score, -jnp.inf)
-            return _best_entries(score, min(top_k, keys.shape[0])), blocks
+            best = _best_entries(score, min(top_k, keys.shape[0]))
+            if invariant:
+                # A list's length decides the order of attention's sums, so it must not follow the context limit.
+                best = jnp.pad(best, [(0, 0), (0, top_k - best.shape[1])], constant_values=-1)
+            return best, blocks
 
         return map_tiles(
             tile, (q, weights, visible, limit), INVARIANT_TILE if invariant else QUERY_TILE, filled=invariant
@@ -78,22 +85,31 @@ def select_entries(
     # Index logits are the largest temporary of a step: as many sequences at once as a fixed budget holds.
     length, heads = q_BSHD.shape[1:3]
     one = 4 * min(length, QUERY_TILE) * heads * keys_BND.shape[1]
-    entries, blocks = map_sequences(
-        one_sequence, (q_BSHD, keys_BND, weights_BSH, visible_BS, limit_blocks), max(1, LOGITS_BYTES // one)
-    )
+    args = (q_BSHD, keys_BND, weights_BSH, visible_BS, limit_blocks)
+    if invariant:
+        # One by one: several in one product would make its shape depend on their number.
+        entries, blocks = lax.map(one_sequence, args)
+    else:
+        entries, blocks = map_sequences(one_sequence, args, max(1, LOGITS_BYTES // one))
     return Selection(entries, limit_blocks if publish is None else blocks)
 
 
 def _index_logits(q_THD: jax.Array, keys_ND: jax.Array, weights_TH: jax.Array, invariant: bool) -> jax.Array:
-    dtype = q_THD.dtype
-    keep = fence if invariant else lambda x: x
-    q_THD, keys_ND = keep(q_THD), keep(keys_ND)
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    dot = jnp.einsum("thd,nd->thn", q_THD, keys_ND, precision=precision, preferred_element_type=jnp.float32)
-    weighted = keep(jax.nn.relu(keep(keep(dot).astype(dtype))) * weights_TH[..., None])
-    if invariant:
-        return keep(sum_few(weighted.astype(jnp.float32), 1).astype(dtype))
-    return jnp.sum(weighted, axis=1, dtype=jnp.float32).astype(dtype)
+    if not invariant:
+        weighted = jax.nn.relu(_products(q_THD, keys_ND).astype(q_THD.dtype)) * weights_TH[..., None]
+        return jnp.sum(weighted, axis=1, dtype=jnp.float32).astype(q_THD.dtype)
+    q_THD = fence(q_THD)
+    # Entries in tiles too: how many there are follows the context limit.
+    dot_NTH = in_row_tiles(lambda keys: jnp.moveaxis(_products(q_THD, keys), 2, 0), keys_ND, ENTRY_TILE)
+    dot = fence(jnp.moveaxis(dot_NTH, 0, 2).astype(q_THD.dtype))
+    weighted = fence(jax.nn.relu(dot) * weights_TH[..., None])
+    return fence(sum_few(weighted.astype(jnp.float32), 1).astype(q_THD.dtype))
+
+
+def _products(q_THD: jax.Array, keys_ND: jax.Array) -> jax.Array:
+    """float32[T, H, N]."""
+    precision = lax.Precision.HIGHEST if q_THD.dtype == jnp.float32 else None
+    return jnp.einsum("thd,nd->thn", q_THD, keys_ND, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _best_blocks(score_TN: jax.Array, visible_T: jax.Array, size: int, count: int) -> jax.Array:

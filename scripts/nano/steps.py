@@ -77,8 +77,9 @@ def draft_trainer(config: ModelConfig, token_map: jax.Array, numerics: Numerics,
     """Trains the drafter (`mtp`); the layers are frozen, rounded as released. Inputs are tokens and a random key.
 
     Judged token by token a draft is accepted after accepted ones with probability 1 - TV(layers, draft), so the tokens
-    that a block is expected to give up are known (fewer, when it is judged as a whole), and are the loss; beside it KL(layers || draft), from which positions learn
-    that are seldom reached, and the cross entropy of the confidence with the probability of acceptance.
+    that a block is expected to give up are known (fewer, when it is judged as a whole), and are the loss; beside it
+    KL(layers || draft), from which positions learn that are seldom reached, and the cross entropy of the confidence
+    with the probability of acceptance.
 
     Args:
         anchors: Drafted blocks per sequence.
