@@ -18,6 +18,7 @@ from deepinfer_jax.errors import InputError
 from deepinfer_jax.generate import Programs, Setup, programs
 from deepinfer_jax.model.v41 import V41, Params
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.numerics_version import numerics_version
 from deepinfer_jax.parallel.mesh import Layout, make_mesh, param_shardings
 from deepinfer_jax.sampling import Sampler, sample
 from deepinfer_jax.sampling_params import SamplingParams
@@ -109,6 +110,7 @@ def run(
         texts: Prompts as they were given.
     """
     schedule = Schedule(made, params, requests, sizes)
+    version = numerics_version(made.setup.numerics, forked=made.setup.definition is not None)
     samples = [[Sample(s, r, tokenizer) for s in range(r.params.n)] for r in requests]
     left = [r.params.n for r in requests]
     for update in schedule.updates():
@@ -117,16 +119,11 @@ def run(
             schedule.stop(update.request, update.sample)
         left[update.request] -= one.finish is not None
         finished = one.finish is not None and not left[update.request]
-        yield Progressed(update, one, _output(update, requests, samples, texts) if finished else None)
-
-
-def _output(
-    update: Update, requests: Sequence[Request], samples: list[list[Sample]], texts: Sequence[str | None] | None
-) -> RequestOutput:
-    i = update.request
-    done = tuple(one.completion() for one in samples[i])
-    # Long runs should not keep what nobody needs any more.
-    samples[i] = []
-    return RequestOutput(
-        i, None if texts is None else texts[i], tuple(requests[i].ids.tolist()), done, requests[i].seed
-    )
+        output = None
+        if finished:
+            i, text = update.request, None if texts is None else texts[update.request]
+            done = tuple(sample.completion() for sample in samples[i])
+            # Long runs should not keep what nobody needs any more.
+            samples[i] = []
+            output = RequestOutput(i, text, tuple(requests[i].ids.tolist()), done, requests[i].seed, version)
+        yield Progressed(update, one, output)

@@ -54,6 +54,7 @@ class RequestOutput:
         prompt_token_ids: Its ids.
         outputs: `n` samples.
         seed: With which the call gives the same again.
+        numerics_version: Of the arithmetic that made it (`numerics_version.py`).
     """
 
     index: int
@@ -61,6 +62,7 @@ class RequestOutput:
     prompt_token_ids: tuple[int, ...]
     outputs: tuple[Completion, ...]
     seed: int
+    numerics_version: str
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

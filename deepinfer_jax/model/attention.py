@@ -74,19 +74,23 @@ class Attention(nnx.Module):
         numerics = run.numerics
         layouts, ratio = Layouts.of(self.config, numerics), self.plan.ratio
         qr, q_BSHK, kv_BSK = self.project(x_BSD, vectors, step.rope(self.plan.rope), numerics)
+        run.tap("qr", qr)
+        run.tap("q", q_BSHK)
+        run.tap("kv", kv_BSK)
         window, cache = self._window_rows(layouts.window.encode(kv_BSK), step, cache, layouts)
         compressed = index = None
         if ratio:
             if self.compressor is not None:
                 assert self.indexer is not None
                 latent = self.compressor(x_BSD, vectors, step, cache, numerics)
+                run.tap("latent", latent.values)
                 keys = self.indexer.keys(latent.values, vectors, numerics)
                 cache = self.compressor.store(latent, keys, step, layouts)
                 source = cache
             assert source is not None and source.compressed is not None and source.index_keys is not None
             if self.indexer is not None:
                 keys = layouts.index_key.decode(step.gather_pool(source.index_keys))
-                selection = self.indexer(x_BSD, qr, keys, step, selection, layouts, numerics)
+                selection = self.indexer(x_BSD, qr, keys, step, selection, layouts, run)
             assert selection is not None
             run.tap("entries", selection.entries)
             compressed = Rows.flat(source.compressed, layouts.compressed)
@@ -103,6 +107,7 @@ class Attention(nnx.Module):
                 vectors["attn.attn_sink"],
                 numerics.batch_invariant,
             )
+        run.tap("heads", out.reshape(b, s, h, k))
         return self.output(out.reshape(b, s, h, k), step.rope(self.plan.rope), numerics), cache, selection
 
     def project(
@@ -254,10 +259,12 @@ class Indexer(nnx.Module):
         step: Step,
         selection: Selection | None,
         layouts: Layouts,
-        numerics: Numerics,
+        run: Run,
     ) -> Selection:
         t, plan = self.config.text_config, self.plan
-        q, weights = self.queries(x_BSD, qr_BSR, step, numerics)
+        q, weights = self.queries(x_BSD, qr_BSR, step, run.numerics)
+        run.tap("index_q", q)
+        run.tap("index_weights", weights)
         limited = plan.candidates == "limited"
         assert not limited or selection is not None
         with jax.named_scope("select_entries"):
@@ -270,5 +277,5 @@ class Indexer(nnx.Module):
                 block_size=t.candidate_block_size,
                 publish_blocks=t.candidate_topk_blocks if plan.candidates == "publishes" else None,
                 limit_blocks=selection.blocks if limited and selection is not None else None,
-                invariant=numerics.batch_invariant,
+                invariant=run.numerics.batch_invariant,
             )

@@ -60,9 +60,11 @@ class Engram(nnx.Module):
         kv = quantized_linear(memory.reshape(*rows_BSK.shape[:2], -1), self.wkv[...], run.numerics)
         key, value = jnp.split(kv, [t.hc_mult * t.hidden_size], axis=-1)
         qk = vectors["engram.q_weight"] * vectors["engram.k_weight"]
-        return engram_gate(
+        out = engram_gate(
             h_BSCD, key.reshape(h_BSCD.shape), value, qk, open_BS, t.rms_norm_eps, run.numerics.batch_invariant
         )
+        run.tap("engram.out", out)
+        return out
 
 
 def lookback_rows(

@@ -73,4 +73,6 @@ class MoE(nnx.Module):
             )
         with jax.named_scope("shared_expert"):
             shared = mlp(x_TD, self.shared_w13[...], self.shared_w2[...], limit, run.numerics)
+        run.tap("routed", y.reshape(x_BSD.shape))
+        run.tap("shared", shared.reshape(x_BSD.shape))
         return (y + shared.astype(jnp.float32)).astype(x_BSD.dtype).reshape(x_BSD.shape)

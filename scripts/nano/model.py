@@ -97,7 +97,7 @@ class DenseAttention(Attention):
         if self.indexer is not None:
             # The indexer learns from its own loss alone.
             x, qr = lax.stop_gradient(x_BSD), lax.stop_gradient(qr)
-            selection = self.indexer(x, qr, lax.stop_gradient(source.index_keys), step, selection, layouts, numerics)
+            selection = self.indexer(x, qr, lax.stop_gradient(source.index_keys), step, selection, layouts, run)
             score = self._index_scores(x, qr, source.index_keys, step, layouts, numerics)
             teacher = _entry_attention(q_BSHK, entries_BNK, visible)
             run.tap("index_loss", _index_loss(score, teacher, visible))

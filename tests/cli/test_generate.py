@@ -70,7 +70,7 @@ def test_text_is_printed_as_it_is(capsys):
     """No line is wrapped and no name of an emoji replaced, on a terminal or not."""
     text = "see :warning: [b]" + " word" * 60
     done = dj.Completion(0, text, (2,), "length", None, None)
-    _print([dj.RequestOutput(0, "p", (1,), (done,), 0)])
+    _print([dj.RequestOutput(0, "p", (1,), (done,), 0, "")])
     assert capsys.readouterr().out.splitlines()[1] == text
 
 
