@@ -1,7 +1,10 @@
-"""Calibration of the drafter's confidence head: one temperature per drafted position, found by search.
+"""Calibration of the drafter's confidence head: a temperature and an offset for each drafted position.
 
 The head says how likely each drafted token of a block is accepted if those before it were; products along the block
 say how likely it survives. A server that decides by them how much to verify needs them to be true on average.
+
+The head was trained for the rule that judges token by token. Where blocks are judged as a whole, drafts survive longer
+than it says. A temperature only moves probabilities to or from one half, so each position has an offset too.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -21,7 +25,7 @@ from deepinfer_jax.errors import InputError
 CONFIDENCE_FILE = "confidence.json"
 """Where a calibration lies, beside the checkpoint."""
 
-VERSION = 1
+VERSION = 2
 """Of the file's format."""
 
 BINS = 10
@@ -30,12 +34,33 @@ BINS = 10
 LIMITS = (1 / 8, 8.0)
 """Between which a temperature is searched."""
 
-# Steps of 2.2 %, those nearest to 1 first: of equal errors the smallest change wins.
-_GRID = 2.0 ** (np.array(sorted(range(-96, 97), key=abs)) / 32)
+OFFSET_LIMIT = 8.0
+"""An offset is at most this, up or down."""
+
+# Steps of 2.2 %. Each starts from the offset of the one before, so they ascend.
+_GRID = 2.0 ** (np.arange(-96, 97) / 32)
 
 Labels = Literal["sampled", "analytic"]
 """What counts as survival of position k, where those before it were accepted: `sampled`, whether it was accepted (1 or
 0); `analytic`, how probable that was before it was drafted. Both have the same mean, `analytic` less noise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """What makes probabilities of confidence logits: sigmoid(logit / temperature + offset) at each position.
+
+    Attributes:
+        temperatures: Divisors, above 0.
+        offsets: As many; what is added after dividing.
+    """
+
+    temperatures: tuple[float, ...]
+    offsets: tuple[float, ...]
+
+    @classmethod
+    def none(cls, positions: int) -> Scaling:
+        """The head as it is."""
+        return cls((1.0,) * positions, (0.0,) * positions)
 
 
 class Outcomes(NamedTuple):
@@ -89,20 +114,21 @@ class Bin(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Temperatures of a confidence head, and how well they do on prompts that they were not fitted on.
+    """Temperatures and offsets of a confidence head, and how well they do on prompts that they were not fitted on.
 
     Attributes:
-        temperatures: Divisor of the confidence logit of each position.
-        ece_before, ece_after: Expected calibration error of survival at each position, with temperatures of 1 and with
+        temperatures, offsets: Of each position, as in `Scaling`.
+        ece_before, ece_after: Expected calibration error of survival at each position, of the head as it is and with
             these, on the held-back rounds.
         overall_before, overall_after: Their means, weighted by `counts`.
         counts: Held-back labels of each position.
-        fitted: Rounds that the temperatures were fitted on.
+        fitted: Rounds that temperatures and offsets were fitted on.
         labels: What survival was measured by.
         sampling_temperature: At which the outcomes were drawn. Acceptance depends on it.
     """
 
     temperatures: tuple[float, ...]
+    offsets: tuple[float, ...]
     ece_before: tuple[float, ...]
     ece_after: tuple[float, ...]
     overall_before: float
@@ -111,6 +137,11 @@ class Calibration:
     fitted: int
     labels: Labels
     sampling_temperature: float
+
+    @property
+    def scaling(self) -> Scaling:
+        """What `calibrated` needs."""
+        return Scaling(self.temperatures, self.offsets)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON, with the version of the format."""
@@ -133,16 +164,23 @@ class Calibration:
 # ----------------------------------------------------------------------------------------- measuring
 
 
-def calibrated(logits: Any, temperatures: Sequence[float]) -> Any:
+def calibrated(logits: Any, scaling: Scaling) -> Any:
     """Probabilities [..., n] that each drafted token is accepted if those before it were.
 
     Args:
         logits: [..., n] of the confidence head: a numpy or a JAX array, traced or not.
     """
     xp = logits.__array_namespace__()
-    # The logistic function by tanh, which cannot overflow.
-    scaled = logits / xp.asarray(np.asarray(temperatures), dtype=logits.dtype).reshape((1,) * (logits.ndim - 1) + (-1,))
-    return (xp.tanh(scaled / 2) + 1) / 2
+    temperatures, offsets = (
+        xp.asarray(np.asarray(x), dtype=logits.dtype).reshape((1,) * (logits.ndim - 1) + (-1,))
+        for x in (scaling.temperatures, scaling.offsets)
+    )
+    return _sigmoid(logits / temperatures + offsets)
+
+
+def _sigmoid(x: Any) -> Any:
+    """By tanh, which cannot overflow."""
+    return (x.__array_namespace__().tanh(x / 2) + 1) / 2
 
 
 def survival(outcomes: Outcomes, labels: Labels = "sampled") -> np.ndarray:
@@ -172,7 +210,7 @@ def _place(predicted: np.ndarray) -> np.ndarray:
 
 def by_position(outcomes: Outcomes) -> list[Position]:
     """What happened at each position."""
-    confidence = calibrated(outcomes.confidence, (1.0,) * outcomes.confidence.shape[1])
+    confidence = calibrated(outcomes.confidence, Scaling.none(outcomes.confidence.shape[1]))
     rows = []
     for k in range(outcomes.accepted.shape[1]):
         seen = outcomes.accepted[:, k] >= 0
@@ -181,16 +219,15 @@ def by_position(outcomes: Outcomes) -> list[Position]:
     return rows
 
 
-def errors(outcomes: Outcomes, temperatures: Sequence[float], labels: Labels = "sampled") -> tuple[float, ...]:
+def errors(outcomes: Outcomes, scaling: Scaling, labels: Labels = "sampled") -> tuple[float, ...]:
     """Expected calibration error of survival at each position."""
-    return tuple(
-        expected_calibration_error(*_pairs(outcomes, temperatures, labels, k)) for k in range(len(temperatures))
-    )
+    positions = range(outcomes.confidence.shape[1])
+    return tuple(expected_calibration_error(*_pairs(outcomes, scaling, labels, k)) for k in positions)
 
 
-def _pairs(outcomes: Outcomes, temperatures: Sequence[float], labels: Labels, k: int) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(outcomes: Outcomes, scaling: Scaling, labels: Labels, k: int) -> tuple[np.ndarray, np.ndarray]:
     """Predicted survival of position k and its labels, where they are known."""
-    predicted = np.cumprod(calibrated(outcomes.confidence.astype(np.float64), temperatures), axis=1)[:, k]
+    predicted = np.cumprod(calibrated(outcomes.confidence.astype(np.float64), scaling), axis=1)[:, k]
     label = survival(outcomes, labels)[:, k]
     known = ~np.isnan(label)
     return predicted[known], label[known]
@@ -199,28 +236,61 @@ def _pairs(outcomes: Outcomes, temperatures: Sequence[float], labels: Labels, k:
 # ------------------------------------------------------------------------------------------- fitting
 
 
-def fit_temperatures(outcomes: Outcomes, labels: Labels = "sampled") -> tuple[float, ...]:
-    """Sequential temperature scaling: position by position, the temperature with which the product up to there has
-    the least calibration error against survival; those before it stay as they were found (DSpark, section 3.2.1)."""
+def fit_scaling(outcomes: Outcomes, labels: Labels = "sampled") -> Scaling:
+    """Sequential scaling (DSpark, section 3.2.1, there by temperatures alone): position by position, the temperature
+    with which the product up to there has the least calibration error against survival; those before it stay as they
+    were found. With each temperature goes the offset that makes the mean prediction the mean label. The head as it is
+    stands to choice too, and of equal errors the smallest change wins."""
     label = survival(outcomes, labels)
     logits = outcomes.confidence.astype(np.float64)
     before, found = np.ones(len(logits)), []
     for k in range(logits.shape[1]):
         known = ~np.isnan(label[:, k])
-        # One temperature per step, so that a grid over many rounds needs no more memory than they do.
-        scores = [
-            expected_calibration_error(before[known] * calibrated(logits[known, k : k + 1], [t])[:, 0], label[known, k])
-            for t in _GRID
-        ]
-        found.append(float(_GRID[np.argmin(scores)]))
-        before *= calibrated(logits[:, k : k + 1], found[-1:])[:, 0]
-    return tuple(found)
+        seen = before[known], logits[known, k], label[known, k]
+        temperature, offset = _fit(*seen) if known.any() else (1.0, 0.0)
+        found.append((temperature, offset))
+        before *= _sigmoid(logits[:, k] / temperature + offset)
+    return Scaling(*zip(*found, strict=True))
+
+
+def _fit(before: np.ndarray, logits: np.ndarray, label: np.ndarray) -> tuple[float, float]:
+    """Temperature and offset of a position, from what the product before it predicts."""
+
+    def cost(candidate: tuple[float, float]) -> tuple[float, float, float]:
+        temperature, offset = candidate
+        error = expected_calibration_error(before * _sigmoid(logits / temperature + offset), label)
+        # Errors that differ in their last digits are equal.
+        return round(error, 12), abs(math.log(temperature)), abs(offset)
+
+    # One temperature per step, so that a grid over many rounds needs no more memory than they do.
+    candidates, offset = [(1.0, 0.0)], 0.0
+    for temperature in _GRID.tolist():
+        offset = _offset(before, logits / temperature, float(label.mean()), offset)
+        candidates.append((temperature, offset))
+    return min(candidates, key=cost)
+
+
+def _offset(before: np.ndarray, logits: np.ndarray, wanted: float, start: float) -> float:
+    """The offset with which before * sigmoid(logits + offset) has the wanted mean, by Newton's method between points
+    that are known to be too low and too high; the nearer limit where none has it."""
+    low, high, offset = -math.inf, math.inf, start
+    for _ in range(100):
+        p = _sigmoid(logits + offset)
+        each = before * p
+        excess, slope = float(each.mean()) - wanted, float((each * (1 - p)).mean())
+        low, high = (low, offset) if excess > 0 else (offset, high)
+        following = min(max(offset - excess / max(slope, sys.float_info.min), -OFFSET_LIMIT), OFFSET_LIMIT)
+        # After a last step this small no other would be seen. At a limit there is none to take.
+        if abs(following - offset) < 1e-7:
+            return following
+        offset = following if low < following < high else (low + high) / 2
+    return offset
 
 
 def calibrate(
     fit: Outcomes, held_back: Outcomes, *, labels: Labels = "sampled", sampling_temperature: float = 1.0
 ) -> Calibration:
-    """Fit temperatures on some outcomes and measure them on others.
+    """Fit temperatures and offsets on some outcomes and measure them on others.
 
     Raises:
         InputError: A position without a label in either.
@@ -232,11 +302,12 @@ def calibrate(
                 f"calibration: found {', '.join(map(str, known))} outcomes of the {len(known)} positions of the {name} "
                 "prompts, expected at least 1 each: use more prompts, or more tokens"
             )
-    temperatures = fit_temperatures(fit, labels)
-    before = errors(held_back, (1.0,) * len(temperatures), labels)
-    after = errors(held_back, temperatures, labels)
+    scaling = fit_scaling(fit, labels)
+    before = errors(held_back, Scaling.none(len(known)), labels)
+    after = errors(held_back, scaling, labels)
     return Calibration(
-        temperatures=temperatures,
+        temperatures=scaling.temperatures,
+        offsets=scaling.offsets,
         ece_before=before,
         ece_after=after,
         overall_before=float(np.average(before, weights=known)),
@@ -304,6 +375,7 @@ def _faults(values: dict[str, Any], block_size: int | None) -> Iterable[str]:
     size = block_size or (len(temperatures) if isinstance(temperatures, list) else 0)
     rules = {
         "temperatures": (_number(0, math.inf, open_low=True), "numbers above 0"),
+        "offsets": (_number(-math.inf, math.inf), "finite numbers"),
         "ece_before": (_number(0, 1), "numbers from 0 to 1"),
         "ece_after": (_number(0, 1), "numbers from 0 to 1"),
         "counts": (lambda v: _is_whole(v) and v > 0, "whole numbers of at least 1"),
@@ -315,7 +387,7 @@ def _faults(values: dict[str, Any], block_size: int | None) -> Iterable[str]:
     }
     for name, (rule, expected) in rules.items():
         value = values.get(name)
-        if name in ("temperatures", "ece_before", "ece_after", "counts"):
+        if name in ("temperatures", "offsets", "ece_before", "ece_after", "counts"):
             good = isinstance(value, list) and len(value) == max(size, 1) and all(map(rule, value))
             expected = f"a list of {max(size, 1)} {expected}"
         else:
@@ -330,7 +402,8 @@ def _is_whole(value: Any) -> bool:
 
 def _number(low: float, high: float, *, open_low: bool = False) -> Any:
     def rule(value: Any) -> bool:
-        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        # Not math.isfinite, which raises for a whole number that no float can hold.
+        number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
         return number and low <= value <= high and not (open_low and value == low)
 
     return rule
@@ -351,7 +424,7 @@ def figure_class() -> Any:
 
 
 def draw_reliability(
-    path: str | os.PathLike[str], outcomes: Outcomes, temperatures: Sequence[float], labels: Labels = "sampled"
+    path: str | os.PathLike[str], outcomes: Outcomes, scaling: Scaling, labels: Labels = "sampled"
 ) -> None:
     """Write a reliability diagram (PNG) of survival: before and after calibration, a line per position.
 
@@ -361,7 +434,8 @@ def draw_reliability(
     figure = figure_class()(figsize=(10, 5.4), layout="constrained")
     panels = figure.subplots(1, 2, sharex=True, sharey=True)
     panels[0].set_ylabel("share that survived")
-    for axes, title, used in zip(panels, ("before", "after"), ((1.0,) * len(temperatures), temperatures), strict=True):
+    unchanged = Scaling.none(outcomes.confidence.shape[1])
+    for axes, title, used in zip(panels, ("before", "after"), (unchanged, scaling), strict=True):
         axes.plot([0, 1], [0, 1], color="0.6", linestyle="--", linewidth=1)
         for k, error in enumerate(errors(outcomes, used, labels)):
             bins = reliability(*_pairs(outcomes, used, labels, k))

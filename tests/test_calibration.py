@@ -1,4 +1,4 @@
-"""Temperatures of the confidence head are found where they are known, and judged on what they were not fitted on."""
+"""Temperatures and offsets of the confidence head are found where they are known, and judged on what they were not fitted on."""
 
 import builtins
 import dataclasses
@@ -15,13 +15,14 @@ from deepinfer_jax.calibration import (
     CONFIDENCE_FILE,
     Calibration,
     Outcomes,
+    Scaling,
     by_position,
     calibrate,
     calibrated,
     draw_reliability,
     errors,
     expected_calibration_error,
-    fit_temperatures,
+    fit_scaling,
     load_calibration,
     reliability,
     split,
@@ -29,15 +30,20 @@ from deepinfer_jax.calibration import (
 )
 
 NAN = math.nan
-TRUE = (1.6, 2.2, 1.0, 0.7, 1.3)
+TRUE = Scaling((1.6, 2.2, 1.0, 0.7, 1.3), (0.0, 0.4, -0.3, 0.6, 1.0))
 
 
-def drawn(rounds, temperatures, seed=0, end=0.02):
-    """Outcomes of a head that is right once its logits are divided by the temperatures. Some texts end in a block."""
+def of(*temperatures):
+    """A scaling without offsets."""
+    return Scaling(temperatures, (0.0,) * len(temperatures))
+
+
+def drawn(rounds, scaling, seed=0, end=0.02):
+    """Outcomes of a head that is right once its logits are scaled. Some texts end in a block."""
     rng = np.random.default_rng(seed)
-    n = len(temperatures)
+    n = len(scaling.temperatures)
     logits = rng.normal(3.0, 2.0, (rounds, n))
-    p = 1 / (1 + np.exp(-logits / np.array(temperatures)))
+    p = 1 / (1 + np.exp(-logits / np.array(scaling.temperatures) - np.array(scaling.offsets)))
     taken, ends = rng.random((rounds, n)) < p, rng.random((rounds, n)) < end
     verified, beyond = before(~taken), before(ends)
     accepted = np.where(~beyond, -2, np.where(verified, taken, -1))
@@ -58,11 +64,21 @@ def plenty():
 
 
 @pytest.mark.parametrize("labels", ["sampled", "analytic"])
-def test_the_true_temperatures_are_found(plenty, labels):
-    found = fit_temperatures(plenty[0], labels)
+def test_the_true_temperatures_and_offsets_are_found(plenty, labels):
+    found = fit_scaling(plenty[0], labels)
     # A step of the grid is 2.2 %; the rest is the noise of 40,000 blocks, of which fewer and fewer survive.
-    for got, want, allowed in zip(found, TRUE, (0.05, 0.05, 0.1, 0.2, 0.2), strict=True):
-        assert abs(math.log(got / want)) < allowed, (found, TRUE)
+    for k, allowed in enumerate((0.05, 0.05, 0.1, 0.2, 0.2)):
+        assert abs(math.log(found.temperatures[k] / TRUE.temperatures[k])) < allowed, (found, TRUE)
+        # An offset trades with the temperature: at the middle of the logits both move a probability alike.
+        assert abs(found.offsets[k] - TRUE.offsets[k]) < 3 * allowed, (found, TRUE)
+
+
+def test_no_temperature_does_what_an_offset_does():
+    """The control: the same head with the best temperature alone stays wrong."""
+    low = Scaling((1.0,), (-1.5,))
+    fit, held = drawn(40_000, low), drawn(40_000, low, seed=1)
+    assert errors(held, fit_scaling(fit))[0] < 0.01
+    assert min(errors(held, of(t))[0] for t in 2.0 ** np.linspace(-3, 3, 97)) > 0.03
 
 
 @pytest.mark.parametrize("place", range(3))
@@ -73,7 +89,7 @@ def test_without_noise_a_temperature_of_the_grid_is_found_exactly(place, true):
     logits[:, place] = np.random.default_rng(0).normal(1, 2, 2000)
     p = 1 / (1 + np.exp(-logits / np.where(np.arange(3) == place, true, 1.0)))
     exact = Outcomes(logits, np.ones((2000, 3), int), p)
-    assert fit_temperatures(exact, "analytic")[place] == true
+    assert fit_scaling(exact, "analytic").temperatures[place] == true
 
 
 @pytest.mark.parametrize("labels", ["sampled", "analytic"])
@@ -88,32 +104,34 @@ def test_held_back_rounds_are_better_calibrated_after_than_before(plenty, labels
 
 
 def test_what_is_calibrated_stays_as_it_is():
-    made = calibrate(drawn(40_000, (1.0,) * 3), drawn(40_000, (1.0,) * 3, seed=1))
+    made = calibrate(drawn(40_000, Scaling.none(3)), drawn(40_000, Scaling.none(3), seed=1))
     assert all(abs(math.log(t)) < 0.15 for t in made.temperatures)
     assert made.overall_before < 0.01
 
 
 def test_the_temperatures_of_another_head_would_not_do(plenty):
     """The control: calibration error sees temperatures that are wrong."""
-    assert min(errors(plenty[1], [2 * t for t in TRUE])) > 2 * max(errors(plenty[1], TRUE))
+    other = Scaling(tuple(2 * t for t in TRUE.temperatures), TRUE.offsets)
+    assert min(errors(plenty[1], other)) > 2 * max(errors(plenty[1], TRUE))
 
 
 def test_positions_are_fitted_one_after_the_other(plenty):
     """A block cut off behind a position gives the same temperatures up to there."""
     short = Outcomes(*(x[:, :2] for x in plenty[0]))
-    assert fit_temperatures(short) == fit_temperatures(plenty[0])[:2]
+    whole = fit_scaling(plenty[0])
+    assert fit_scaling(short) == Scaling(whole.temperatures[:2], whole.offsets[:2])
 
 
 def test_equal_errors_choose_the_temperature_nearest_to_one():
     # Confidences of one half are one half at every temperature.
     even = Outcomes(np.zeros((50, 2), np.float32), np.zeros((50, 2), int), np.zeros((50, 2)))
-    assert fit_temperatures(even) == (1.0, 1.0)
+    assert fit_scaling(even).temperatures == (1.0, 1.0)
 
 
 def test_the_first_position_never_gets_worse_on_what_it_was_fitted_on():
     for seed in range(5):
-        few = drawn(30, (0.5, 3.0), seed=seed)
-        assert errors(few, fit_temperatures(few))[0] <= errors(few, (1.0, 1.0))[0]
+        few = drawn(30, of(0.5, 3.0), seed=seed)
+        assert errors(few, fit_scaling(few))[0] <= errors(few, Scaling.none(2))[0]
 
 
 # ---------------------------------------------------------------------------------------------- measuring
@@ -152,10 +170,11 @@ def test_the_error_is_that_of_ten_bins_of_equal_width():
 
 def test_calibrated_is_the_logistic_function_of_the_scaled_logit():
     logits = np.array([[[-200.0, 0.0], [3.0, 700.0]]], np.float32)
-    want = [[[1 / (1 + math.exp(100)), 0.5], [1 / (1 + math.exp(-1.5)), 1]]]
-    np.testing.assert_allclose(calibrated(logits, (2.0, 4.0)), want, atol=1e-6)
+    scaling = Scaling((2.0, 4.0), (0.5, 0.0))
+    want = [[[1 / (1 + math.exp(99.5)), 0.5], [1 / (1 + math.exp(-2)), 1]]]
+    np.testing.assert_allclose(calibrated(logits, scaling), want, atol=1e-6)
     # The same in a program, on the device.
-    np.testing.assert_allclose(jax.jit(lambda x: calibrated(x, (2.0, 4.0)))(jnp.asarray(logits)), want, atol=1e-6)
+    np.testing.assert_allclose(jax.jit(lambda x: calibrated(x, scaling))(jnp.asarray(logits)), want, atol=1e-6)
 
 
 def test_prompts_are_split_by_the_seed_alone_and_none_is_in_both():
@@ -186,13 +205,15 @@ def test_a_position_without_outcomes_is_an_error(plenty):
 
 @pytest.fixture
 def made():
-    return Calibration((1.5, 2.0), (0.04, 0.05), (0.01, 0.02), 0.045, 0.015, (100, 90), 110, "sampled", 1.0)
+    return Calibration(
+        (1.5, 2.0), (0.5, -0.25), (0.04, 0.05), (0.01, 0.02), 0.045, 0.015, (100, 90), 110, "sampled", 1.0
+    )
 
 
 def test_a_saved_calibration_is_read_back(made, tmp_path):
     made.save(tmp_path / CONFIDENCE_FILE)
     assert load_calibration(tmp_path) == load_calibration(tmp_path / CONFIDENCE_FILE, block_size=2) == made
-    assert json.loads((tmp_path / CONFIDENCE_FILE).read_text())["version"] == 1
+    assert json.loads((tmp_path / CONFIDENCE_FILE).read_text())["version"] == 2
     assert [p.name for p in tmp_path.iterdir()] == [CONFIDENCE_FILE]
     with pytest.raises(dj.DeepInferError, match="No such file or directory"):
         made.save(tmp_path / "nowhere" / "x.json")
@@ -201,12 +222,14 @@ def test_a_saved_calibration_is_read_back(made, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"version": 2}, "version: found 2, expected 1"),
+        ({"version": 1}, "version: found 1, expected 2"),
         ({"temperatures": [1.5, 0]}, r"temperatures: found \[1.5, 0\], expected a list of 2 numbers above 0"),
         ({"temperatures": [1.5, "2"]}, "temperatures: found .*expected a list of 2 numbers"),
         ({"temperatures": []}, r"temperatures: found \[\], expected a list of 1"),
         ({"temperatures": 1.5}, "temperatures: found 1.5, expected a list"),
         ({"temperatures": [NAN, 1]}, "temperatures: found"),
+        ({"offsets": [0.5]}, r"offsets: found \[0.5\], expected a list of 2 finite numbers"),
+        ({"offsets": [0.5, math.inf]}, "offsets: found"),
         ({"ece_after": [0.1]}, r"ece_after: found \[0.1\], expected a list of 2 numbers from 0 to 1"),
         ({"ece_before": [0.1, 1.5]}, "ece_before: found"),
         ({"counts": [10, 0]}, r"counts: found \[10, 0\], expected a list of 2 whole numbers of at least 1"),
@@ -253,7 +276,7 @@ def test_the_diagram_is_a_picture(plenty, tmp_path):
     draw_reliability(tmp_path / "c.png", Outcomes(*(x[:500] for x in plenty[1])), TRUE)
     assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
     with pytest.raises(dj.DeepInferError, match="No such file or directory"):
-        draw_reliability(tmp_path / "nowhere" / "c.png", SMALL, (1.0, 1.0))
+        draw_reliability(tmp_path / "nowhere" / "c.png", SMALL, Scaling.none(2))
 
 
 def test_without_matplotlib_the_diagram_says_what_is_missing(tmp_path, monkeypatch):
@@ -266,7 +289,7 @@ def test_without_matplotlib_the_diagram_says_what_is_missing(tmp_path, monkeypat
 
     monkeypatch.setattr(builtins, "__import__", missing)
     with pytest.raises(dj.DeepInferError, match="matplotlib is not installed: pip install matplotlib"):
-        draw_reliability(tmp_path / "c.png", SMALL, (1.0, 1.0))
+        draw_reliability(tmp_path / "c.png", SMALL, Scaling.none(2))
 
 
 def test_a_calibration_cannot_be_changed(made):

@@ -116,8 +116,8 @@ def calibrate(
 ) -> None:
     """Calibrate the drafter's confidence head.
 
-    Prompts are continued by drafting and verifying. On one part of them a temperature is fitted for each position of
-    the block; the other part measures it. Exits with 2 on bad input, and with 130 after Ctrl-C.
+    Prompts are continued by drafting and verifying. On one part of them a temperature and an offset are fitted for
+    each position of the block; the other part measures them. Exits with 2 on bad input, and with 130 after Ctrl-C.
     """
     from deepinfer_jax.calibration import CONFIDENCE_FILE, Outcomes, draw_reliability, figure_class, split
     from deepinfer_jax.calibration import calibrate as fitted
@@ -151,7 +151,7 @@ def calibrate(
             made = fitted(fit, rest, labels=labels, sampling_temperature=temperature)
             stream.write(json.dumps(made.to_dict(), indent=2) + "\n")
         if picture is not None:
-            draw_reliability(picture, rest, made.temperatures, labels)
+            draw_reliability(picture, rest, made.scaling, labels)
     _print_calibration(made, rest, [len(part) for part in parts])
     for file in (output, picture):
         if file is not None:
@@ -248,20 +248,22 @@ def _share(value: float) -> str:
 def _print_calibration(made: Calibration, held_back: Outcomes, prompts: list[int]) -> None:
     from deepinfer_jax.calibration import LIMITS, by_position
 
-    table = _table("position", "rounds", "confidence", "accepted", "temperature", "ECE before", "ECE after")
-    rows = zip(by_position(held_back), made.counts, made.temperatures, made.ece_before, made.ece_after, strict=True)
-    for k, (row, count, temperature, before, after) in enumerate(rows, 1):
+    table = _table("position", "rounds", "confidence", "accepted", "temperature", "offset", "ECE before", "ECE after")
+    scaling = (made.temperatures, made.offsets)
+    rows = zip(by_position(held_back), made.counts, *scaling, made.ece_before, made.ece_after, strict=True)
+    for k, (row, count, temperature, offset, before, after) in enumerate(rows, 1):
         table.add_row(
             str(k),
             f"{count:,}",
             _share(row.confidence),
             _share(row.acceptance),
             f"{temperature:.3f}",
+            f"{offset:+.3f}",
             f"{before:.2%}",
             f"{after:.2%}",
         )
     table.add_section()
-    table.add_row("mean", "", "", "", "", f"{made.overall_before:.2%}", f"{made.overall_after:.2%}")
+    table.add_row("mean", "", "", "", "", "", f"{made.overall_before:.2%}", f"{made.overall_after:.2%}")
     console.print(
         f"fitted on {made.fitted:,} rounds of {prompts[0]:,} prompts, measured on {len(held_back.accepted):,} rounds "
         f"of {prompts[1]:,} others",

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from deepinfer_jax import speculative
-from deepinfer_jax.calibration import Outcomes, errors, fit_temperatures, load_calibration, split
+from deepinfer_jax.calibration import Outcomes, errors, fit_scaling, load_calibration, split
 from deepinfer_jax.cli import app, common, drafts
 
 FAST = ["--numerics", "fp32", "--batch-size", "8", "--chunk", "16", "--max-tokens", "12"]
@@ -81,13 +81,14 @@ def test_calibrate_fits_one_part_and_measures_the_other(checkpoint, prompts, res
     made = load_calibration(checkpoint, block_size=3)
     found = results(1.0)
     fit, held = (Outcomes.join(found[i].outcomes for i in part) for part in split(10, 0.5, 0))
-    assert made.temperatures == fit_temperatures(fit)
-    assert made.ece_after == pytest.approx(errors(held, made.temperatures))
+    assert made.scaling == fit_scaling(fit)
+    assert made.ece_after == pytest.approx(errors(held, made.scaling))
     # The control: measured on what it was fitted on, it would look better than it is.
-    assert made.ece_after != pytest.approx(errors(fit, made.temperatures))
+    assert made.ece_after != pytest.approx(errors(fit, made.scaling))
     assert (made.sampling_temperature, made.labels, made.fitted) == (1.0, "sampled", len(fit.accepted))
     assert [row[4] for row in rows(result.stdout)] == [f"{t:.3f}" for t in made.temperatures]
-    assert [row[5:] for row in rows(result.stdout)] == [
+    assert [row[5] for row in rows(result.stdout)] == [f"{b:+.3f}" for b in made.offsets]
+    assert [row[6:] for row in rows(result.stdout)] == [
         [f"{b:.2%}", f"{a:.2%}"] for b, a in zip(made.ece_before, made.ece_after, strict=True)
     ]
     assert f"fitted on {made.fitted} rounds of 5 prompts" in result.stdout
