@@ -1,4 +1,4 @@
-"""Temperatures and offsets of the confidence head are found where they are known, and judged on what they were not fitted on."""
+"""Temperatures and offsets of the head are found where they are known, and judged on what they were not fitted on."""
 
 import builtins
 import dataclasses
