@@ -240,7 +240,11 @@ def fit_scaling(outcomes: Outcomes, labels: Labels = "sampled") -> Scaling:
     """Sequential scaling (DSpark, section 3.2.1, there by temperatures alone): position by position, the temperature
     with which the product up to there has the least calibration error against survival; those before it stay as they
     were found. With each temperature goes the offset that makes the mean prediction the mean label. The head as it is
-    stands to choice too, and of equal errors the smallest change wins."""
+    stands to choice too, and of equal errors the smallest change wins.
+
+    The error sees no more than bins. A position whose mean is near 0 or 1 can get a temperature so high that all of its
+    predictions share a bin: true on average, but nearly the same for every block.
+    """
     label = survival(outcomes, labels)
     logits = outcomes.confidence.astype(np.float64)
     before, found = np.ones(len(logits)), []

@@ -13,6 +13,7 @@ import pytest
 import deepinfer_jax as dj
 from deepinfer_jax.calibration import (
     CONFIDENCE_FILE,
+    OFFSET_LIMIT,
     Calibration,
     Outcomes,
     Scaling,
@@ -38,16 +39,20 @@ def of(*temperatures):
     return Scaling(temperatures, (0.0,) * len(temperatures))
 
 
-def drawn(rounds, scaling, seed=0, end=0.02):
+def drawn(rounds, scaling, seed=0, end=0.02, mean=3.0):
     """Outcomes of a head that is right once its logits are scaled. Some texts end in a block."""
     rng = np.random.default_rng(seed)
     n = len(scaling.temperatures)
-    logits = rng.normal(3.0, 2.0, (rounds, n))
-    p = 1 / (1 + np.exp(-logits / np.array(scaling.temperatures) - np.array(scaling.offsets)))
+    logits = rng.normal(mean, 2.0, (rounds, n))
+    p = logistic(logits, scaling)
     taken, ends = rng.random((rounds, n)) < p, rng.random((rounds, n)) < end
     verified, beyond = before(~taken), before(ends)
     accepted = np.where(~beyond, -2, np.where(verified, taken, -1))
     return Outcomes(logits.astype(np.float32), accepted, np.where(accepted >= 0, p, np.nan))
+
+
+def logistic(logits, scaling):
+    return 1 / (1 + np.exp(-logits / np.array(scaling.temperatures) - np.array(scaling.offsets)))
 
 
 def before(events):
@@ -71,6 +76,40 @@ def test_the_true_temperatures_and_offsets_are_found(plenty, labels):
         assert abs(math.log(found.temperatures[k] / TRUE.temperatures[k])) < allowed, (found, TRUE)
         # An offset trades with the temperature: at the middle of the logits both move a probability alike.
         assert abs(found.offsets[k] - TRUE.offsets[k]) < 3 * allowed, (found, TRUE)
+
+
+@pytest.mark.parametrize("labels", ["sampled", "analytic"])
+@pytest.mark.parametrize("offset", [-1.0, 0.5, 1.5])
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.6])
+def test_a_true_offset_is_found_with_its_temperature(temperature, offset, labels):
+    # Logits around 0, so that probabilities are in every bin.
+    found = fit_scaling(drawn(40_000, Scaling((temperature,), (offset,)), mean=0.0), labels)
+    assert abs(math.log(found.temperatures[0] / temperature)) < 0.05, found
+    assert abs(found.offsets[0] - offset) < 0.05, found
+
+
+def whole(count=4000, temperatures=(0.5, 2**0.25, 1.0, 0.25, 4.0), offsets=(0.5, -0.8, 1.2, -0.4, 0.3)):
+    """Outcomes without noise: labels are the true survival of whole blocks."""
+    true = Scaling(temperatures, offsets)
+    logits = np.random.default_rng(0).normal(1, 2, (count, len(offsets)))
+    return Outcomes(logits, np.ones(logits.shape, int), np.cumprod(logistic(logits, true), axis=1)), true
+
+
+def test_without_noise_temperatures_and_offsets_of_a_whole_block_are_found_exactly():
+    outcomes, true = whole()
+    found = fit_scaling(outcomes, "analytic")
+    assert found.temperatures == true.temperatures
+    np.testing.assert_allclose(found.offsets, true.offsets, atol=1e-6)
+
+
+@pytest.mark.parametrize("labels", ["sampled", "analytic"])
+def test_with_an_offset_mean_prediction_and_mean_label_agree(labels):
+    few = drawn(300, Scaling((0.5, 3.0, 1.2), (1.0, -2.0, 0.4)), seed=4, mean=0.0)
+    found, label = fit_scaling(few, labels), survival(few, labels)
+    for k, predicted in enumerate(np.cumprod(calibrated(few.confidence.astype(float), found), axis=1).T):
+        known = ~np.isnan(label[:, k])
+        assert found.offsets[k] != 0
+        assert predicted[known].mean() == pytest.approx(label[known, k].mean(), abs=1e-9)
 
 
 def test_no_temperature_does_what_an_offset_does():
@@ -128,10 +167,41 @@ def test_equal_errors_choose_the_temperature_nearest_to_one():
     assert fit_scaling(even).temperatures == (1.0, 1.0)
 
 
+def test_of_equal_errors_the_smallest_change_wins():
+    # The same prediction for every block can be made true at every temperature, but for its last digits.
+    same = Outcomes(np.full((50, 1), 1.7), np.repeat([1, 0], [33, 17])[:, None], np.zeros((50, 1)))
+    found = fit_scaling(same)
+    assert found.temperatures == (1.0,)
+    assert found.offsets == pytest.approx([math.log(33 / 17) - 1.7])
+
+
+def test_a_head_that_is_true_stays_exactly_as_it_is():
+    outcomes, none = whole(temperatures=(1.0,) * 3, offsets=(0.0,) * 3)
+    assert fit_scaling(outcomes, "analytic") == none == Scaling.none(3)
+
+
+def test_an_offset_goes_no_further_than_its_limit():
+    never, always = (Outcomes(np.zeros((50, 1)), np.full((50, 1), a), np.zeros((50, 1))) for a in (0, 1))
+    assert fit_scaling(never) == Scaling((1.0,), (-OFFSET_LIMIT,))
+    assert fit_scaling(always) == Scaling((1.0,), (OFFSET_LIMIT,))
+    sure = Outcomes(np.full((50, 2), 800.0), np.ones((50, 2), int), np.ones((50, 2)))
+    assert fit_scaling(sure) == Scaling.none(2)
+
+
+def test_a_position_without_labels_stays_as_it_is(plenty):
+    few = Outcomes(*(x[:500] for x in plenty[0]))
+    found = fit_scaling(few._replace(accepted=np.where(np.arange(5) > 2, -2, few.accepted)))
+    assert (found.temperatures[3:], found.offsets[3:]) == ((1.0, 1.0), (0.0, 0.0))
+
+
 def test_the_first_position_never_gets_worse_on_what_it_was_fitted_on():
     for seed in range(5):
         few = drawn(30, of(0.5, 3.0), seed=seed)
         assert errors(few, fit_scaling(few))[0] <= errors(few, Scaling.none(2))[0]
+    # So few rounds of a head that is true that an offset for their mean alone would be worse for some.
+    for seed in range(60):
+        few = drawn(8, Scaling.none(1), seed=seed, mean=0.0)
+        assert errors(few, fit_scaling(few))[0] <= errors(few, Scaling.none(1))[0]
 
 
 # ---------------------------------------------------------------------------------------------- measuring
@@ -174,7 +244,9 @@ def test_calibrated_is_the_logistic_function_of_the_scaled_logit():
     want = [[[1 / (1 + math.exp(99.5)), 0.5], [1 / (1 + math.exp(-2)), 1]]]
     np.testing.assert_allclose(calibrated(logits, scaling), want, atol=1e-6)
     # The same in a program, on the device.
-    np.testing.assert_allclose(jax.jit(lambda x: calibrated(x, scaling))(jnp.asarray(logits)), want, atol=1e-6)
+    on_device = jax.jit(lambda x: calibrated(x, scaling))(jnp.asarray(logits))
+    np.testing.assert_allclose(on_device, want, atol=1e-6)
+    assert calibrated(logits, scaling).dtype == on_device.dtype == np.float32
 
 
 def test_prompts_are_split_by_the_seed_alone_and_none_is_in_both():
@@ -230,6 +302,12 @@ def test_a_saved_calibration_is_read_back(made, tmp_path):
         ({"temperatures": [NAN, 1]}, "temperatures: found"),
         ({"offsets": [0.5]}, r"offsets: found \[0.5\], expected a list of 2 finite numbers"),
         ({"offsets": [0.5, math.inf]}, "offsets: found"),
+        ({"offsets": [0.5, NAN]}, "offsets: found"),
+        ({"offsets": [0.5, "0"]}, "offsets: found"),
+        ({"offsets": [True, 0]}, "offsets: found"),
+        ({"offsets": [0, -(10**400)]}, "offsets: found"),
+        ({"offsets": 0.5}, "offsets: found 0.5, expected a list"),
+        ({"offsets": ...}, "offsets: missing"),
         ({"ece_after": [0.1]}, r"ece_after: found \[0.1\], expected a list of 2 numbers from 0 to 1"),
         ({"ece_before": [0.1, 1.5]}, "ece_before: found"),
         ({"counts": [10, 0]}, r"counts: found \[10, 0\], expected a list of 2 whole numbers of at least 1"),

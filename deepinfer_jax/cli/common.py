@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import sys
@@ -30,6 +31,12 @@ _MODEL, _SAMPLING = "Model and devices", "Sampling"
 Checkpoint = Annotated[Path, typer.Argument(help="A checkpoint directory.", show_default=False)]
 NumericsName = Annotated[
     str, typer.Option(help="released, fp32, fp32_kv, fp32_all, bf16_kv or bf16_all.", rich_help_panel=_MODEL)
+]
+BatchInvariant = Annotated[
+    bool,
+    typer.Option(
+        "--batch-invariant", help="The bits of a result do not depend on what else runs (CPU).", rich_help_panel=_MODEL
+    ),
 ]
 MaxLength = Annotated[
     int | None, typer.Option(help="Most tokens of a sequence, prompt included; default 4096.", rich_help_panel=_MODEL)
@@ -78,13 +85,24 @@ def keep_compiled(compile_cache: Path | None) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 
 
-def open_llm(path: Path, *, compile_cache: Path | None, data: int, expert: int, **options: Any) -> LLM:
+def open_llm(
+    path: Path,
+    *,
+    compile_cache: Path | None,
+    data: int,
+    expert: int,
+    numerics: str,
+    batch_invariant: bool = False,
+    **options: Any,
+) -> LLM:
     """An LLM for a command."""
     prepare_devices(data * expert)
     keep_compiled(compile_cache)
     from deepinfer_jax.engine.llm import LLM
+    from deepinfer_jax.numerics import Numerics
 
-    return LLM(path, data=data, expert=expert, **options)
+    mode = dataclasses.replace(Numerics.named(numerics), batch_invariant=batch_invariant)
+    return LLM(path, data=data, expert=expert, numerics=mode, **options)
 
 
 def bad_input(error: DeepInferError) -> typer.Exit:

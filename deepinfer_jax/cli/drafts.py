@@ -228,7 +228,7 @@ def _errors() -> Iterator[None]:
 def _table(*columns: str) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", vertical="bottom")
     return table
 
 
@@ -248,7 +248,7 @@ def _share(value: float) -> str:
 def _print_calibration(made: Calibration, held_back: Outcomes, prompts: list[int]) -> None:
     from deepinfer_jax.calibration import LIMITS, by_position
 
-    table = _table("position", "rounds", "confidence", "accepted", "temperature", "offset", "ECE before", "ECE after")
+    table = _table("position", "rounds", "confidence", "accepted", "temperature", "offset", "ECE\nbefore", "ECE\nafter")
     scaling = (made.temperatures, made.offsets)
     rows = zip(by_position(held_back), made.counts, *scaling, made.ece_before, made.ece_after, strict=True)
     for k, (row, count, temperature, offset, before, after) in enumerate(rows, 1):

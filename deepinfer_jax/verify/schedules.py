@@ -57,13 +57,14 @@ def rooms(subject: Subject, factors: Sequence[int]) -> Iterator[Case]:
             yield f"{length}", lambda length=length: _generated(subject, which, batch_size=1, max_length=length)
 
 
-def chunks(subject: Subject, sizes: Sequence[int]) -> Iterator[Case]:
-    """Prompts cut into chunks of other sizes."""
+def chunks(subject: Subject, sizes: Sequence[int], whole: bool) -> Iterator[Case]:
+    """Prompts cut into chunks of other sizes, or not at all."""
     longest = max(len(p) for p in subject.workload.prompts)
     which = sorted(range(len(subject.workload)), key=lambda i: -len(subject.workload.prompts[i]))[:8]
     for size in sizes:
         yield f"{size}", lambda size=size: _generated(subject, which, batch_size=1, chunk=size)
-    yield "whole", lambda: _generated(subject, which, batch_size=1, chunk=1 << (longest - 1).bit_length())
+    if whole:
+        yield "whole", lambda: _generated(subject, which, batch_size=1, chunk=1 << (longest - 1).bit_length())
 
 
 def steps(subject: Subject, counts: Sequence[int]) -> Iterator[Case]:
