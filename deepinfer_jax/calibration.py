@@ -238,12 +238,12 @@ def _pairs(outcomes: Outcomes, scaling: Scaling, labels: Labels, k: int) -> tupl
 
 def fit_scaling(outcomes: Outcomes, labels: Labels = "sampled") -> Scaling:
     """Sequential scaling (DSpark, section 3.2.1, there by temperatures alone): position by position, the temperature
-    with which the product up to there has the least calibration error against survival; those before it stay as they
-    were found. With each temperature goes the offset that makes the mean prediction the mean label. The head as it is
-    stands to choice too, and of equal errors the smallest change wins.
+    with which the product up to there has the least squared error against survival; those before it stay as they were
+    found. With each temperature goes the offset that makes the mean prediction the mean label. The head as it is stands
+    to choice too, and of equal errors the smallest change wins.
 
-    The error sees no more than bins. A position whose mean is near 0 or 1 can get a temperature so high that all of its
-    predictions share a bin: true on average, but nearly the same for every block.
+    The calibration error itself sees no more than bins: where all predictions share one, the offset alone makes it 0 at
+    any temperature, so it cannot choose.
     """
     label = survival(outcomes, labels)
     logits = outcomes.confidence.astype(np.float64)
@@ -262,7 +262,7 @@ def _fit(before: np.ndarray, logits: np.ndarray, label: np.ndarray) -> tuple[flo
 
     def cost(candidate: tuple[float, float]) -> tuple[float, float, float]:
         temperature, offset = candidate
-        error = expected_calibration_error(before * _sigmoid(logits / temperature + offset), label)
+        error = float(np.mean(np.square(before * _sigmoid(logits / temperature + offset) - label)))
         # Errors that differ in their last digits are equal.
         return round(error, 12), abs(math.log(temperature)), abs(offset)
 

@@ -104,7 +104,8 @@ def test_without_noise_temperatures_and_offsets_of_a_whole_block_are_found_exact
 
 @pytest.mark.parametrize("labels", ["sampled", "analytic"])
 def test_with_an_offset_mean_prediction_and_mean_label_agree(labels):
-    few = drawn(300, Scaling((0.5, 3.0, 1.2), (1.0, -2.0, 0.4)), seed=4, mean=0.0)
+    # Far from true, and with enough blocks that survive, so that no position stays as it is or stops at a limit.
+    few = drawn(3000, Scaling((0.5, 3.0, 2.0), (1.0, -1.0, 1.5)), seed=4, mean=0.0)
     found, label = fit_scaling(few, labels), survival(few, labels)
     for k, predicted in enumerate(np.cumprod(calibrated(few.confidence.astype(float), found), axis=1).T):
         known = ~np.isnan(label[:, k])
@@ -194,14 +195,26 @@ def test_a_position_without_labels_stays_as_it_is(plenty):
     assert (found.temperatures[3:], found.offsets[3:]) == ((1.0, 1.0), (0.0, 0.0))
 
 
+def squared_error(outcomes, scaling):
+    """Of the first position."""
+    predicted, label = calibrated(outcomes.confidence.astype(float), scaling)[:, 0], survival(outcomes)[:, 0]
+    return np.nanmean((predicted - label) ** 2)
+
+
 def test_the_first_position_never_gets_worse_on_what_it_was_fitted_on():
     for seed in range(5):
         few = drawn(30, of(0.5, 3.0), seed=seed)
-        assert errors(few, fit_scaling(few))[0] <= errors(few, Scaling.none(2))[0]
+        assert squared_error(few, fit_scaling(few)) <= squared_error(few, Scaling.none(2))
     # So few rounds of a head that is true that an offset for their mean alone would be worse for some.
     for seed in range(60):
         few = drawn(8, Scaling.none(1), seed=seed, mean=0.0)
-        assert errors(few, fit_scaling(few))[0] <= errors(few, Scaling.none(1))[0]
+        assert squared_error(few, fit_scaling(few)) <= squared_error(few, Scaling.none(1))
+
+
+def test_a_head_that_is_nearly_sure_keeps_telling_blocks_apart():
+    """Nearly all predictions share a bin, so that the calibration error would be content with a constant."""
+    found = fit_scaling(drawn(40_000, Scaling((1.0,), (1.5,))))
+    assert abs(math.log(found.temperatures[0])) < 0.2 and abs(found.offsets[0] - 1.5) < 0.3
 
 
 # ---------------------------------------------------------------------------------------------- measuring
