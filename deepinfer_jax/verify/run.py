@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
 
 from deepinfer_jax.errors import InputError
 from deepinfer_jax.numerics_version import numerics_facts, numerics_version
@@ -23,6 +27,10 @@ from deepinfer_jax.verify.schedules import (
     steps,
 )
 from deepinfer_jax.verify.subject import Subject
+
+
+MOST_MAPS = 35_000
+"""Of the 65,530 memory maps that Linux gives a process by default."""
 
 
 def _pick(short: bool, few: Sequence, many: Sequence) -> Sequence:
@@ -85,6 +93,7 @@ def verify(
     for axis in axes or AXES:
         for name, case in AXES[axis](subject, short):
             results.append(CaseResult(axis, name, tuple(case())))
+            _drop_programs()
             progress(results[-1])
     forked = subject.definition is not None
     return Report(
@@ -94,6 +103,15 @@ def verify(
         numerics_version(subject.numerics, forked=forked),
         numerics_facts(subject.numerics, forked=forked),
     )
+
+
+def _drop_programs() -> None:
+    """Forget compiled programs before there are too many: every case has its own, each takes hundreds of memory maps,
+    and the process ends when Linux gives no more. Those needed again come from the compile cache."""
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def _origin(subject: Subject, results: Sequence[CaseResult]) -> Finding | None:
