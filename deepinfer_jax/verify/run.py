@@ -28,7 +28,6 @@ from deepinfer_jax.verify.schedules import (
 )
 from deepinfer_jax.verify.subject import Subject
 
-
 MOST_MAPS = 35_000
 """Of the 65,530 memory maps that Linux gives a process by default."""
 
