@@ -39,7 +39,7 @@ def _pick(short: bool, few: Sequence, many: Sequence) -> Sequence:
 AXES: dict[str, Callable[[Subject, bool], Iterator[Case]]] = {
     "batch size": lambda s, short: batch_sizes(s, _pick(short, (BATCH,), (*range(1, 34), 48, 64))),
     "place in the batch": lambda s, short: places(s),
-    "neighbours": lambda s, short: neighbours(s, 2 if short else 24),
+    "neighbours": lambda s, short: neighbours(s, 2 if short else 34),
     "context limit": lambda s, short: rooms(s, _pick(short, (4,), (2, 4, 8))),
     "prefill chunk": lambda s, short: chunks(s, _pick(short, (17,), (1, 2, 5, 16, 17, 64, 100)), not short),
     "tokens per dispatch": lambda s, short: steps(s, _pick(short, (3,), (1, 2, 3, 5, 16, 32))),
