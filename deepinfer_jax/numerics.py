@@ -12,6 +12,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 
 from deepinfer_jax.errors import InputError
+from deepinfer_jax.kernels import Kernels
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,7 @@ class Numerics:
             bytes stand for: the same numbers, more memory, and a gradient.
         batch_invariant: The bits of a row do not depend on other rows, padding, chunks or the number of steps per
             call (`ops/invariant.py`).
+        kernels: Which backend computes each op.
     """
 
     compute: Literal["float32", "bfloat16"] = "bfloat16"
@@ -34,6 +36,7 @@ class Numerics:
     linear_round_trip: bool = True
     packed_cache: bool = True
     batch_invariant: bool = False
+    kernels: Kernels = Kernels()
 
     @property
     def dtype(self) -> Any:

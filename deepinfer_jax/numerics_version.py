@@ -31,11 +31,10 @@ def numerics_facts(numerics: Numerics, *, forked: bool = False) -> dict[str, Any
     device = jax.devices()[0]
     return {
         "numerics": dataclasses.asdict(numerics),
-        "kernels": "reference",
         "tiles": {
             "rows": invariant.ROW_TILES,
-            "queries": [invariant.QUERY_TILE, sparse_attention.QUERY_TILE, select_entries.QUERY_TILE],
-            "entries": select_entries.ENTRY_TILE,
+            "queries": [invariant.QUERY_TILES, sparse_attention.QUERY_TILE, select_entries.QUERY_TILE],
+            "index": [invariant.INDEX_TILES, select_entries.ENTRY_TILE],
             "lanes": invariant.LANES,
         },
         "forked": forked,

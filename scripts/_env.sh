@@ -38,7 +38,7 @@ _find_python() {
 }
 
 prepare_env() {
-  local extras=${1:-} venv=$repo/.venv base key stamp quiet=--quiet
+  local extras=${1:-} venv=$repo/.venv base key stamp quiet=--quiet config=()
   local python=$venv/bin/python
 
   # Another environment's settings must not leak into ours.
@@ -51,17 +51,21 @@ prepare_env() {
     "$base" -m venv --clear "$venv" || return 1
   fi
 
+  # CUDA kernels take minutes to compile, so they are built where a GPU is meant to be used.
+  [[ ,$extras, == *,cuda13,* ]] || config+=(-C cmake.define.DEEPINFER_CUDA=OFF)
   # The repository's path is part of the key because an editable install points at it.
-  key=$("$python" -c 'import hashlib, sys
-text = open(sys.argv[1], "rb").read() + repr((sys.argv[1:], sys.version)).encode()
-print(hashlib.sha256(text).hexdigest())' "$repo/pyproject.toml" "$extras") || return 1
+  key=$("$python" -c 'import hashlib, pathlib, sys
+repo = pathlib.Path(sys.argv[1])
+files = [repo / "pyproject.toml", repo / "CMakeLists.txt", *sorted(repo.glob("ffi/**/*.*"))]
+text = b"".join(file.read_bytes() for file in files) + repr((sys.argv[1:], sys.version)).encode()
+print(hashlib.sha256(text).hexdigest())' "$repo" "$extras") || return 1
   stamp=$venv/.installed-${extras:-base}
   if [[ ! -f $stamp || $(<"$stamp") != "$key" ]]; then
     printf 'Installing deepinfer-jax%s into .venv (a few minutes the first time)\n' "${extras:+[$extras]}"
     rm -f "$stamp" # an interrupted installation is not a finished one
     if [[ -t 1 ]]; then quiet=; fi
     "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >/dev/null || return 1
-    "$python" -m pip install --disable-pip-version-check ${quiet:+"$quiet"} -e "$repo${extras:+[$extras]}" || return 1
+    "$python" -m pip install --disable-pip-version-check ${quiet:+"$quiet"} "${config[@]}" -e "$repo${extras:+[$extras]}" || return 1
     printf '%s\n' "$key" >"$stamp"
   fi
 

@@ -37,7 +37,9 @@ def seconds(llm: dj.LLM, prompts: list[list[int]], sampling: dj.SamplingParams) 
 def real_width() -> tuple[dj.ModelConfig, Params]:
     """One layer of the released width. The vocabulary is cut, so that the head does not hide the layer."""
     config = slice_layers(dj.ModelConfig.named("deepseek_v41_flash"), 2, 2)
-    text = dataclasses.replace(config.text_config, n_routed_experts=EXPERTS, vocab_size=VOCABULARY)
+    text = dataclasses.replace(
+        config.text_config, n_routed_experts=EXPERTS, vocab_size=VOCABULARY, dspark_noise_token_id=VOCABULARY - 1
+    )
     config = dataclasses.replace(config, text_config=text)
     random = np.random.default_rng(0)
 

@@ -16,6 +16,7 @@ from deepinfer_jax.model.module import Vectors, param, quantized
 from deepinfer_jax.model.run import Run
 from deepinfer_jax.model.step import Step
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.ops.finish_rows import finish_rows
 from deepinfer_jax.ops.invariant import alone, fence, sum_few
 from deepinfer_jax.ops.linear import grouped_output_linear, linear, quantized_linear
 from deepinfer_jax.ops.norm_rope import rms_norm, rope
@@ -73,11 +74,16 @@ class Attention(nnx.Module):
         """
         numerics = run.numerics
         layouts, ratio = Layouts.of(self.config, numerics), self.plan.ratio
-        qr, q_BSHK, kv_BSK = self.project(x_BSD, vectors, step.rope(self.plan.rope), numerics)
+        table = step.rope(self.plan.rope)
+        qr, q_BSHK, kv_BSK = self.project(x_BSD, vectors, table, numerics)
         run.tap("qr", qr)
         run.tap("q", q_BSHK)
-        run.tap("kv", kv_BSK)
-        window, cache = self._window_rows(layouts.window.encode(kv_BSK), step, cache, layouts)
+        index = step.ring_index(cache.window.shape[1])
+        rows, ring = self.window_rows(kv_BSK, vectors, table, layouts, numerics, index, cache.window)
+        run.tap("kv", layouts.window.decode(rows))
+        # What `step.window_index` points into.
+        window = ring if step.in_place else jnp.concatenate([cache.window[step.slots], rows], axis=1)
+        cache = dataclasses.replace(cache, window=ring)
         compressed = index = None
         if ratio:
             if self.compressor is not None:
@@ -100,7 +106,7 @@ class Attention(nnx.Module):
         with jax.named_scope("sparse_attention"):
             out = sparse_attention(
                 q_BSHK.reshape(b * s, h, k),
-                window,
+                Rows.flat(window, layouts.window),
                 step.window_index,
                 compressed,
                 index,
@@ -108,29 +114,45 @@ class Attention(nnx.Module):
                 numerics.batch_invariant,
             )
         run.tap("heads", out.reshape(b, s, h, k))
-        return self.output(out.reshape(b, s, h, k), step.rope(self.plan.rope), numerics), cache, selection
+        return self.output(out.reshape(b, s, h, k), table, numerics), cache, selection
 
     def project(
         self, x_BSD: jax.Array, vectors: Vectors, table: tuple[jax.Array, jax.Array], numerics: Numerics
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Low-rank query [B, S, R], rotated queries [B, S, H, K] and rotated window KV [B, S, K]."""
+        """Low-rank query [B, S, R], rotated queries [B, S, H, K] and window KV [B, S, K] before its norm."""
         t = self.config.text_config
         qr, kv = jnp.split(quantized_linear(x_BSD, self.wqkv_a[...], numerics), [t.q_lora_rank], axis=-1)
         qr = rms_norm(qr, vectors["attn.q_norm.weight"], t.rms_norm_eps, numerics.batch_invariant)
         q = quantized_linear(qr, self.wq_b[...], numerics)
         q_BSHK = rope(q.reshape(*q.shape[:-1], t.num_attention_heads, t.head_dim), table)
-        kv = rms_norm(kv, vectors["attn.kv_norm.weight"], t.rms_norm_eps, numerics.batch_invariant)
-        return qr, q_BSHK, rope(kv, table)
+        return qr, q_BSHK, kv
 
-    def window_kv(
-        self, x_BSD: jax.Array, vectors: Vectors, table: tuple[jax.Array, jax.Array], numerics: Numerics
-    ) -> jax.Array:
-        """Rotated window KV [B, S, K] alone: what a draft stage keeps of the target's features."""
-        t = self.config.text_config
-        w = self.wqkv_a[...]
-        kv = quantized_linear(x_BSD, w, numerics)[..., t.q_lora_rank :]
-        kv = rms_norm(kv, vectors["attn.kv_norm.weight"], t.rms_norm_eps, numerics.batch_invariant)
-        return rope(kv, table)
+    def window_rows(
+        self,
+        kv_BSK: jax.Array,
+        vectors: Vectors,
+        table: tuple[jax.Array, jax.Array],
+        layouts: Layouts,
+        numerics: Numerics,
+        index_BS: jax.Array,
+        ring: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Window KV as the cache stores it, [B, S, stored], and the ring with it written."""
+        return finish_rows(
+            kv_BSK,
+            vectors["attn.kv_norm.weight"],
+            table,
+            layouts.window,
+            self.config.text_config.rms_norm_eps,
+            index_BS,
+            ring,
+            invariant=numerics.batch_invariant,
+            backend=numerics.kernels.finish_rows,
+        )
+
+    def window_kv(self, x_BSD: jax.Array, numerics: Numerics) -> jax.Array:
+        """Window KV [B, S, K] before its norm: what a draft stage keeps of the target's features."""
+        return quantized_linear(x_BSD, self.wqkv_a[...], numerics)[..., self.config.text_config.q_lora_rank :]
 
     def output(self, out_BSHK: jax.Array, table: tuple[jax.Array, jax.Array], numerics: Numerics) -> jax.Array:
         """Heads, rotated back, to the residual width: [B, S, D]."""
@@ -139,14 +161,6 @@ class Attention(nnx.Module):
         out = out.reshape(*out.shape[:2], -1)
         out = grouped_output_linear(out, self.wo_a[...], groups, numerics.batch_invariant)
         return quantized_linear(out, self.wo_b[...], numerics)
-
-    def _window_rows(
-        self, rows_BSR: jax.Array, step: Step, cache: LayerCache, layouts: Layouts
-    ) -> tuple[Rows, LayerCache]:
-        """The rows that `step.window_index` points into, and the cache with the new rows in its ring."""
-        ring = write_rows(cache.window, step.ring_index(cache.window.shape[1]), rows_BSR)
-        pool = ring if step.in_place else jnp.concatenate([cache.window[step.slots], rows_BSR], axis=1)
-        return Rows.flat(pool, layouts.window), dataclasses.replace(cache, window=ring)
 
 
 @dataclasses.dataclass(frozen=True)

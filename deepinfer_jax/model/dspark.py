@@ -20,7 +20,6 @@ from deepinfer_jax.ops.hyper_connection import collapse
 from deepinfer_jax.ops.invariant import sum_channels
 from deepinfer_jax.ops.linear import linear, quantized_linear
 from deepinfer_jax.ops.norm_rope import rms_norm, rope_table
-from deepinfer_jax.ops.rows import write_rows
 from deepinfer_jax.ops.sparse_attention import dense_attention
 
 
@@ -60,14 +59,14 @@ class DSpark(nnx.Module):
         self, features_BSF: jax.Array, step: Step, rings: tuple[jax.Array, ...], numerics: Numerics
     ) -> tuple[jax.Array, ...]:
         """Write the stages' window KV for the positions of the step, from the target's features."""
-        layout = Layouts.of(self.config, numerics).window
+        layouts = Layouts.of(self.config, numerics)
         m = quantized_linear(features_BSF, self.main_proj[...], numerics)
         eps = self.config.text_config.rms_norm_eps
         m = rms_norm(m, self.vectors["main_norm.weight"], eps, numerics.batch_invariant)
         out = []
         for stage, ring in zip(self.stages, rings, strict=True):
-            kv = stage.attn.window_kv(m, stage.vectors, step.rope("plain"), numerics)
-            out.append(write_rows(ring, step.ring_index(ring.shape[1]), layout.encode(kv)))
+            kv, index = stage.attn.window_kv(m, numerics), step.ring_index(ring.shape[1])
+            out.append(stage.attn.window_rows(kv, stage.vectors, step.rope("plain"), layouts, numerics, index, ring)[1])
         return tuple(out)
 
     def draft(
@@ -123,11 +122,14 @@ class DSpark(nnx.Module):
     ) -> jax.Array:
         """All queries of the block see the window before it and the whole block: no mask inside."""
         window = self.config.text_config.sliding_window
-        layout = Layouts.of(self.config, numerics).window
+        layouts = Layouts.of(self.config, numerics)
         _, q, kv = stage.attn.project(x_BND, stage.vectors, table, numerics)
         position = positions_B[:, None] - window + jnp.arange(window)[None, :]
-        old = layout.decode(ring[slots_B[:, None], position % ring.shape[1]])
-        rows = jnp.concatenate([old, layout.round_trip(kv)], axis=1)
+        # The block's own rows are attended to, not kept.
+        nowhere = jnp.full(kv.shape[:2], -1, jnp.int32)
+        new, _ = stage.attn.window_rows(kv, stage.vectors, table, layouts, numerics, nowhere, ring[:0])
+        old = ring[slots_B[:, None], position % ring.shape[1]]
+        rows = layouts.window.decode(jnp.concatenate([old, new], axis=1))
         valid = jnp.concatenate([position >= 0, jnp.ones(kv.shape[:2], bool)], axis=1)
         valid = jnp.broadcast_to(valid[:, None, :], (*kv.shape[:2], rows.shape[1]))
         out = dense_attention(q, rows, valid, stage.vectors["attn.attn_sink"], numerics.batch_invariant)

@@ -25,11 +25,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-ROW_TILES = (8, 32, 256)
-"""Rows of a tile: the largest that is not more than there are rows, at least the first."""
+ROW_TILES = (8, 32, 64, 256)
+"""Rows of a product at once. Of such sizes that is taken which `tile_size` says."""
 
-QUERY_TILE = 8
+QUERY_TILES = (8, 16)
 """Queries that attend at once."""
+
+INDEX_TILES = (1, 8)
+"""Queries of a sequence that the indexer scores at once, and sequences at once."""
 
 LANES = 64
 """A multiple of the elements that any CPU's vector loop takes in a turn."""
@@ -40,9 +43,9 @@ def fence(x: jax.Array) -> jax.Array:
     return lax.optimization_barrier(x)
 
 
-def row_tile(rows: int) -> int:
-    """Rows of a tile for a product of so many rows."""
-    return max((tile for tile in ROW_TILES if tile <= rows), default=ROW_TILES[0])
+def tile_size(count: int, sizes: tuple[int, ...]) -> int:
+    """The largest of the sizes that is not more than `count`, at least the first."""
+    return max((size for size in sizes if size <= count), default=sizes[0])
 
 
 def in_row_tiles(f: Callable[[jax.Array], jax.Array], x: jax.Array, tile: int | None = None) -> jax.Array:
@@ -51,10 +54,10 @@ def in_row_tiles(f: Callable[[jax.Array], jax.Array], x: jax.Array, tile: int | 
     Args:
         f: [tile, ...] -> [tile, ...], each row for itself.
         x: [T, ...].
-        tile: By default what `row_tile` says.
+        tile: By default one of ROW_TILES.
     """
     rows = x.shape[0]
-    tile = row_tile(rows) if tile is None else tile
+    tile = tile_size(rows, ROW_TILES) if tile is None else tile
     count = -(-rows // tile)
     x = fence(x)
     if count * tile != rows:

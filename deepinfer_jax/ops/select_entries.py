@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax.ops.invariant import QUERY_TILE as INVARIANT_TILE
-from deepinfer_jax.ops.invariant import fence, in_row_tiles, sum_few
+from deepinfer_jax.ops.invariant import INDEX_TILES, fence, in_row_tiles, sum_few, tile_size
 from deepinfer_jax.ops.tiles import map_sequences, map_tiles
 
 QUERY_TILE = 16
@@ -59,6 +58,7 @@ def select_entries(
             visible entry is always among them.
         limit_blocks: int32[B, S, C] blocks to choose from; entries outside score -inf.
     """
+    query_tile = tile_size(q_BSHD.shape[1], INDEX_TILES) if invariant else QUERY_TILE
     publish = None if publish_blocks is None else min(publish_blocks, -(-keys_BND.shape[1] // block_size))
 
     def one_sequence(args: tuple) -> tuple:
@@ -78,17 +78,15 @@ def select_entries(
                 best = jnp.pad(best, [(0, 0), (0, top_k - best.shape[1])], constant_values=-1)
             return best, blocks
 
-        return map_tiles(
-            tile, (q, weights, visible, limit), INVARIANT_TILE if invariant else QUERY_TILE, filled=invariant
-        )
+        return map_tiles(tile, (q, weights, visible, limit), query_tile, filled=invariant)
 
     # Index logits are the largest temporary of a step: as many sequences at once as a fixed budget holds.
     length, heads = q_BSHD.shape[1:3]
     one = 4 * min(length, QUERY_TILE) * heads * keys_BND.shape[1]
     args = (q_BSHD, keys_BND, weights_BSH, visible_BS, limit_blocks)
     if invariant:
-        # One by one: several in one product would make its shape depend on their number.
-        entries, blocks = lax.map(one_sequence, args)
+        at_once = tile_size(q_BSHD.shape[0], INDEX_TILES)
+        entries, blocks = map_tiles(jax.vmap(one_sequence), args, at_once, filled=True)
     else:
         entries, blocks = map_sequences(one_sequence, args, max(1, LOGITS_BYTES // one))
     return Selection(entries, limit_blocks if publish is None else blocks)

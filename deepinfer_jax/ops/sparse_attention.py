@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from deepinfer_jax.ops.invariant import QUERY_TILE as INVARIANT_TILE
-from deepinfer_jax.ops.invariant import alone, fence
+from deepinfer_jax.ops.invariant import QUERY_TILES, alone, fence, tile_size
 from deepinfer_jax.ops.rows import Rows
 from deepinfer_jax.ops.tiles import map_tiles
 
@@ -49,7 +48,8 @@ def sparse_attention(
         return _attend(q, rows, index >= 0, sink_H, invariant)
 
     lists = (q_THD, window_index_TW) if compressed is None else (q_THD, window_index_TW, compressed_index_TK)
-    return map_tiles(tile, lists, INVARIANT_TILE if invariant else QUERY_TILE, filled=invariant)
+    size = tile_size(q_THD.shape[0], QUERY_TILES) if invariant else QUERY_TILE
+    return map_tiles(tile, lists, size, filled=invariant)
 
 
 def dense_attention(

@@ -3,6 +3,7 @@
     python -m scripts.nano.train layers --data build/nano --out build/nano/run
     python -m scripts.nano.own_text build/nano/run/checkpoint --data build/nano
     python -m scripts.nano.train drafter --data build/nano --out build/nano/run
+    python -m scripts.nano.train drafter --data build/nano --out build/nano/run --more 1
 
 One GPU for some minutes each. An interrupted run goes on from its last Orbax checkpoint when it is started again.
 """
@@ -173,8 +174,11 @@ def drafter(
     checkpoint: Annotated[
         Path | None, typer.Option(help="The trained layers; what `layers` wrote to --out by default.")
     ] = None,
-    steps: Steps = 12000,
+    steps: Steps = 12500,
     batch: SequencesPerStep = 32,
+    more: Annotated[
+        int, typer.Option(help="0 trains a new drafter; 1, 2, ... go on from the checkpoint's, a turn each.", min=0)
+    ] = 0,
     anchors: Annotated[int, typer.Option(help="Drafted blocks per sequence and step.")] = 256,
     peak: Peak = 3e-3,
     decay: Decay = 0.5,
@@ -182,7 +186,11 @@ def drafter(
     seed: Seed = 0,
     compute: Compute = "bfloat16",
 ) -> None:
-    """Train a new drafter on the layers of a checkpoint, measure, and write layers and drafter."""
+    """Train the drafter on the layers of a checkpoint, measure, and write layers and drafter.
+
+    A turn that goes on has its own learning rate from warm-up to decay, its own log, batches and figures.
+    """
+    name = f"drafter{more or ''}"
     settings = {
         "steps": steps,
         "batch": batch,
@@ -196,14 +204,15 @@ def drafter(
     trained = dataclasses.replace(TRAINED, compute=compute)
     train, heldout = read_streams(data, "train", DRAFT_MIXTURE), read_streams(data, "heldout")
     out.mkdir(parents=True, exist_ok=True)
-    released = read_layers(checkpoint or out / "checkpoint", config)
-    params = decoded(released) | {"mtp": initial_params(config, seed)["mtp"]}
+    released = read_released(checkpoint or out / "checkpoint", config)
+    params = decoded(released) if more else decoded(released) | {"mtp": initial_params(config, seed)["mtp"]}
+    order = seed + 1 + more
 
     def feed(i: int) -> tuple:
-        return sample(train, seed + 1, i, batch, SEQUENCE, DRAFT_MIXTURE)[0], jax.random.key(i)
+        return sample(train, order, i, batch, SEQUENCE, DRAFT_MIXTURE)[0], jax.random.fold_in(jax.random.key(i), more)
 
     params = run(
-        "drafter",
+        name,
         draft_trainer(config, token_map, trained, anchors),
         params,
         feed,
@@ -218,7 +227,7 @@ def drafter(
     export(out / "checkpoint", with_token_map(released | {"mtp": mtp}, token_map), config, data)
     figures = evaluate_drafts(params, config, token_map, trained, heldout)
     print(json.dumps(figures, indent=1), flush=True)
-    write_figures(out, "drafter", settings, figures)
+    write_figures(out, name, settings, figures)
 
 
 def configured(data: Path) -> tuple[ModelConfig, jax.Array]:
@@ -230,8 +239,8 @@ def configured(data: Path) -> tuple[ModelConfig, jax.Array]:
     return config, jnp.asarray(token_map)
 
 
-def read_layers(checkpoint: Path, config: ModelConfig) -> Params:
-    """The quantised tree of a checkpoint, without token map and drafter.
+def read_released(checkpoint: Path, config: ModelConfig) -> Params:
+    """The quantised tree of a checkpoint, without the token map.
 
     Raises:
         SystemExit: The checkpoint has another configuration than the data ask for.
@@ -239,7 +248,7 @@ def read_layers(checkpoint: Path, config: ModelConfig) -> Params:
     found, params = load(checkpoint, expand="none", progress=False)
     if found.to_dict() != config.to_dict():
         raise SystemExit(f"{checkpoint}: its config.json is not that of this data and recipe")
-    return {name: leaf for name, leaf in params.items() if name not in ("mtp", "token_map")}
+    return {name: leaf for name, leaf in params.items() if name != "token_map"}
 
 
 def decoded(params: Params) -> Params:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from deepinfer_jax.ops.invariant import ROW_TILES, alone, in_row_tiles, inverse_sqrt, row_tile, sum_channels, sum_few
+from deepinfer_jax.ops.invariant import ROW_TILES, alone, in_row_tiles, inverse_sqrt, sum_channels, sum_few, tile_size
 
 ROWS = (1, 2, 5, 8, 9, 32, 33, 100, 256, 300)
 
@@ -80,4 +80,5 @@ def test_functions_have_the_same_bits_wherever_a_value_stands(name, width):
 
 
 def test_the_tile_of_a_number_of_rows():
-    assert [row_tile(n) for n in (1, 8, 9, 31, 32, 255, 256, 5000)] == [8, 8, 8, 8, 32, 32, 256, 256]
+    sizes = (8, 32, 256)
+    assert [tile_size(n, sizes) for n in (1, 8, 9, 31, 32, 255, 256, 5000)] == [8, 8, 8, 8, 32, 32, 256, 256]
