@@ -75,6 +75,8 @@ def write_rows(pool: jax.Array, index: jax.Array, rows: jax.Array) -> jax.Array:
         rows: [..., stored], leading axes of `index`.
     """
     flat = pool.reshape(-1, pool.shape[-1])
+    if not flat.shape[0]:
+        return pool
     index = jnp.where(index < 0, flat.shape[0], index).reshape(-1)
     rows = rows.reshape(-1, pool.shape[-1])
     if index.shape[0] == 1:

@@ -13,11 +13,16 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.v41 import Params
 from scripts.nano.weights import vector_layouts
 
+MAX_SKIPPED = 10
+"""Steps in a row without a finite gradient. After them a run takes what comes, and ends at the next line of its log."""
+
 _ADAM = ("embed", "head", "markov_embed", "markov_head", "weight", "fn", "data")
 
 
 def optimizer() -> optax.GradientTransformation:
     """Clipped gradients, then Muon and Adam at a learning rate of 1 and without weight decay.
+
+    A gradient that is not finite moves nothing (but decay): one batch in ten thousand must not end a run.
 
     `moved` brings both in, as arguments of the step: one compiled program serves runs of every length and setting.
     """
@@ -28,7 +33,7 @@ def optimizer() -> optax.GradientTransformation:
         adam_b1=0.9,
         adam_b2=0.98,
     )
-    return optax.chain(optax.clip_by_global_norm(1.0), rule)
+    return optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(1.0), rule), MAX_SKIPPED)
 
 
 def moved(params: Params, update: Any, rate: jax.Array, decay: jax.Array) -> Params:

@@ -58,10 +58,11 @@ def run(
 ) -> Params:
     """All steps, going on from the last checkpoint in `states`; gives the trained tree.
 
-    Metrics go to `out/<name>.jsonl`, a line per 25 steps; `check` adds what it measures to the line.
+    Metrics go to `out/<name>.jsonl`, a line per 25 steps, with the steps that were skipped since their metrics were not
+    finite, if any; `check` adds what it measures to the line.
 
     Raises:
-        SystemExit: A metric that is not finite.
+        SystemExit: No step of a line had finite metrics.
     """
     options = ocp.CheckpointManagerOptions(max_to_keep=1)
     # Closed also on Ctrl-C: what is being saved then is saved to its end.
@@ -79,13 +80,20 @@ def run(
                 window.append(metrics)
                 last = i + 1 == steps
                 if (i + 1) % LOGGED == 0 or last:
-                    means = {k: float(np.mean([float(m[k]) for m in window])) for k in metrics}
+                    means = _means([{k: float(v) for k, v in m.items()} for m in window])
                     means |= check(i + 1, trainer.merged(state, params))
                     _write(log, name, {"step": i + 1, "seconds": round(time.perf_counter() - start, 1)} | means)
                     window = []
                 if (i + 1) % save_every == 0 or last:
                     manager.save(i + 1, args=ocp.args.StandardSave(state))
     return trainer.merged(state, params)
+
+
+def _means(window: list[dict[str, float]]) -> dict[str, float]:
+    finite = [m for m in window if np.isfinite(list(m.values())).all()]
+    skipped = len(window) - len(finite)
+    means = {k: float(np.mean([m[k] for m in finite])) if finite else float("nan") for k in window[0]}
+    return means | ({"skipped": float(skipped)} if skipped else {})
 
 
 def _log(file: Path, begun: int) -> TextIO:
