@@ -7,7 +7,7 @@ backend that cannot serve a call is an error (`NotImplementedError`) at trace ti
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from deepinfer_jax.errors import InputError
 
@@ -47,7 +47,7 @@ class Kernels:
     sample: Backend = "reference"
 
     @classmethod
-    def named(cls, name: Backend) -> Kernels:
+    def named(cls, name: str) -> Kernels:
         """One backend for every op: `reference`, `cpu` or `cuda`.
 
         Raises:
@@ -55,7 +55,7 @@ class Kernels:
         """
         if name not in get_args(Backend):
             raise InputError(f"kernels: found {name!r}, expected one of {', '.join(get_args(Backend))}")
-        choice: dict[str, Backend] = {field.name: name for field in dataclasses.fields(cls)}
+        choice: dict[str, Any] = {field.name: name for field in dataclasses.fields(cls)}
         return cls(**choice)
 
     def __str__(self) -> str:

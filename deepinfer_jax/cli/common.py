@@ -18,6 +18,7 @@ from deepinfer_jax.errors import DeepInferError, InputError
 
 if TYPE_CHECKING:
     from deepinfer_jax.engine.llm import LLM
+    from deepinfer_jax.numerics import Numerics
 
 EXIT_DIFFERS = 1
 EXIT_BAD_INPUT = 2
@@ -36,6 +37,14 @@ BatchInvariant = Annotated[
     bool,
     typer.Option(
         "--batch-invariant", help="The bits of a result do not depend on what else runs (CPU).", rich_help_panel=_MODEL
+    ),
+]
+KernelsName = Annotated[
+    str,
+    typer.Option(
+        "--kernels",
+        help="reference (JAX alone), cpu or cuda: custom calls (see `deepinfer-jax devices`).",
+        rich_help_panel=_MODEL,
     ),
 ]
 MaxLength = Annotated[
@@ -93,16 +102,29 @@ def open_llm(
     expert: int,
     numerics: str,
     batch_invariant: bool = False,
+    kernels: str = "reference",
     **options: Any,
 ) -> LLM:
-    """An LLM for a command."""
+    """An LLM for a command. Raises DeepInferErrors."""
     prepare_devices(data * expert)
     keep_compiled(compile_cache)
     from deepinfer_jax.engine.llm import LLM
-    from deepinfer_jax.numerics import Numerics
 
-    mode = dataclasses.replace(Numerics.named(numerics), batch_invariant=batch_invariant)
+    mode = numerics_of(numerics, batch_invariant, kernels)
     return LLM(path, data=data, expert=expert, numerics=mode, **options)
+
+
+def numerics_of(name: str, batch_invariant: bool, kernels: str) -> Numerics:
+    """Numerics for a command. Raises InputError, also when the kernels cannot be used here."""
+    from deepinfer_jax.kernels import Kernels
+    from deepinfer_jax.numerics import Numerics
+    from deepinfer_jax.ops.custom_call import unavailable
+
+    chosen = Kernels.named(kernels)
+    why = unavailable(kernels)
+    if why is not None:
+        raise InputError(f"--kernels {kernels}: {why}")
+    return dataclasses.replace(Numerics.named(name), batch_invariant=batch_invariant, kernels=chosen)
 
 
 def bad_input(error: DeepInferError) -> typer.Exit:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -48,6 +47,7 @@ def verify(
     max_tokens: Annotated[int, typer.Option(help="Tokens that each request generates.", min=2)] = 12,
     seed: common.Seed = 0,
     numerics: common.NumericsName = "released",
+    kernels: common.KernelsName = "reference",
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the report there, as JSON.")] = None,
     html_file: Annotated[
         Path | None, typer.Option("--html", help="Write a page with a picture of where a difference arose.")
@@ -64,7 +64,8 @@ def verify(
     from deepinfer_jax.verify.run import verify as run
 
     try:
-        subject = _subject(path, prompts, file_format, numerics, batch_invariant, requests or (33 if long else 12),
+        count = requests or (33 if long else 12)
+        subject = _subject(path, prompts, file_format, numerics, batch_invariant, kernels, count,
                            max_tokens, seed, compile_cache)  # fmt: skip
         console.print(_ROW.format("axis", "case", "compared", "differ", "from token"), style="bold", soft_wrap=True)
         report = run(subject, axes=axis, short=not long, progress=_print_case)
@@ -91,13 +92,13 @@ def _subject(
     file_format: Format | None,
     numerics: str,
     batch_invariant: bool,
+    kernels: str,
     count: int,
     max_tokens: int,
     seed: int,
     compile_cache: Path | None,
 ) -> Subject:
     """Checkpoint and requests. Raises DeepInferErrors."""
-    from deepinfer_jax.numerics import Numerics
     from deepinfer_jax.sampling_params import SamplingParams
 
     sampling = SamplingParams(max_tokens=max_tokens)
@@ -108,11 +109,11 @@ def _subject(
     own = [i for i, params in enumerate(each) if params != sampling]
     if own:
         raise InputError(f"{file}: prompt {own[0]} has sampling parameters, expected prompt or token_ids alone")
-    mode = dataclasses.replace(Numerics.named(numerics), batch_invariant=batch_invariant)
     # Where JAX runs already, it keeps the devices that it has.
     with contextlib.suppress(RuntimeError):
         common.prepare_devices(DEVICES)
     common.keep_compiled(compile_cache)
+    mode = common.numerics_of(numerics, batch_invariant, kernels)
     from deepinfer_jax.checkpoint import load
     from deepinfer_jax.verify.subject import Subject, Workload
 

@@ -48,7 +48,7 @@ def cuda_build() -> dict[str, Any]:
     return {} if isinstance(module, ImportError) else module.cuda()
 
 
-def unavailable(backend: Backend, op: str | None = None) -> str | None:
+def unavailable(backend: str, op: str | None = None) -> str | None:
     """Why a backend cannot be used here (for one op), or None where it can."""
     if backend == "reference":
         return None
