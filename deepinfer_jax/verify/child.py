@@ -16,6 +16,7 @@ import numpy as np
 
 from deepinfer_jax.cache_file import load_cache
 from deepinfer_jax.checkpoint import load
+from deepinfer_jax.kernels import Kernels
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.sampling_params import SamplingParams
 from deepinfer_jax.verify.passes import Reader
@@ -32,7 +33,7 @@ def main(job: dict[str, Any]) -> None:
     if job["compile_cache"] is not None:
         jax.config.update("jax_compilation_cache_dir", job["compile_cache"])
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    numerics = Numerics(**job["numerics"])
+    numerics = Numerics(**job["numerics"] | {"kernels": Kernels(**job["numerics"]["kernels"])})
     config, params = load(job["path"], numerics=numerics, progress=False)
     sampling = tuple(SamplingParams.from_dict(row) for row in job["sampling"])
     subject = Subject(config, params, numerics, Workload(tuple(map(tuple, job["prompts"])), sampling))
