@@ -15,6 +15,9 @@ Backend = Literal["reference", "cpu", "cuda"]
 """`reference` is the jnp code that defines the op, on every platform; the others are custom calls
 (`ops/custom_call.py`)."""
 
+_ABSENT = {("linear", "cuda")}
+"""Kernels that nobody wrote yet."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Kernels:
@@ -22,40 +25,23 @@ class Kernels:
 
     Attributes:
         finish_rows: RMSNorm, rotation, quantisation and write of cache rows.
-        compress_rows: Pooling of a group of tokens by a softmax per channel, and its norm.
-        rotate: Rotary embedding of queries, and back of attention's outputs.
-        top_entries: The best entries and candidate blocks out of index scores, as rows of the pool.
-        hyper_connection: Mixes, collapse with its norm, and expansion of the streams.
-        gate: Scores of the router, choice and weights of the experts.
-        swiglu: SwiGLU with its limit, times the routing weight, quantised.
-        expert_rows: Rows to the order of their experts, and their sum in the order of expert ids.
-        engram: Gather of table rows, and the gate.
-        linear: Linears with FP8 or FP4 weights, the experts' among them.
-        sample: Choice of the next token.
+        linear: Linears with FP8 or FP4 weights, the experts' among them. There is no `cuda` backend.
     """
 
     finish_rows: Backend = "reference"
-    compress_rows: Backend = "reference"
-    rotate: Backend = "reference"
-    top_entries: Backend = "reference"
-    hyper_connection: Backend = "reference"
-    gate: Backend = "reference"
-    swiglu: Backend = "reference"
-    expert_rows: Backend = "reference"
-    engram: Backend = "reference"
     linear: Backend = "reference"
-    sample: Backend = "reference"
 
     @classmethod
     def named(cls, name: str) -> Kernels:
-        """One backend for every op: `reference`, `cpu` or `cuda`.
+        """`reference`, `cpu` or `cuda` for every op that has it; the others stay with the reference.
 
         Raises:
             InputError: Another name.
         """
         if name not in get_args(Backend):
             raise InputError(f"kernels: found {name!r}, expected one of {', '.join(get_args(Backend))}")
-        choice: dict[str, Any] = {field.name: name for field in dataclasses.fields(cls)}
+        ops = [field.name for field in dataclasses.fields(cls) if (field.name, name) not in _ABSENT]
+        choice: dict[str, Any] = dict.fromkeys(ops, name)
         return cls(**choice)
 
     def __str__(self) -> str:

@@ -233,7 +233,7 @@ def best_ours(checkpoint: str, numerics: str, cases: Sequence[Case], choices: di
     options = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
     for some in options:
         if some["expand"] == "default":
-            some["expand"] = default_expand(dj.ModelConfig.from_file(checkpoint), NUMERICS[numerics].compute)
+            some["expand"] = default_expand(dj.ModelConfig.from_file(checkpoint), NUMERICS[numerics])
         ours = Ours(checkpoint, numerics, some)
         for case in cases:
             ours.run(numerics, case)

@@ -31,7 +31,7 @@ def load(
         The configuration and the weight tree.
     """
     config = ModelConfig.from_file(path)
-    chosen = default_expand(config, numerics.compute) if expand is None else expand
+    chosen = default_expand(config, numerics) if expand is None else expand
     return config, load_params(path, config, shardings=shardings, expand=chosen, progress=progress)
 
 

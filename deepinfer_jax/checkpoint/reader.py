@@ -25,6 +25,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.errors import CheckpointError
 from deepinfer_jax.formats import QuantizedTensor
 from deepinfer_jax.model.v41 import Params
+from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.text.token_map import load_token_map
 
 PIECE_BYTES = 64 << 20
@@ -119,13 +120,15 @@ def expand_params(params: Params, dtype: Any) -> Params:
     return jax.tree.map(one, params, is_leaf=lambda x: isinstance(x, QuantizedTensor))
 
 
-def default_expand(config: ModelConfig, compute: str) -> Expand:
-    """`compute` on a CPU with room for it (three times the expanded weights), else `none`.
+def default_expand(config: ModelConfig, numerics: Numerics) -> Expand:
+    """The compute dtype on a CPU with room for it (three times the expanded weights), else `none`.
 
-    A CPU has no FP8 or FP4 arithmetic: expanding at every use costs more time than reading wider weights.
+    A CPU has no FP8 or FP4 arithmetic: expanding at every use costs more time than reading wider weights. Custom calls
+    decode as they multiply, and need weights as they are.
     """
-    if jax.default_backend() != "cpu":
+    if jax.default_backend() != "cpu" or numerics.kernels.linear != "reference":
         return "none"
+    compute = numerics.compute
     wide = 4 if compute == "float32" else 2
     size = sum(
         wide * math.prod(leaf.record.shape[:-1]) * math.prod(leaf.shape) if isinstance(leaf, QuantizedTensor) else 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from deepinfer_jax.cli import chat, checks, drafts, generate, verify
+from deepinfer_jax.cli import chat, checks, devices, drafts, generate, verify
 
 app = typer.Typer(
     help="DeepSeek-V4.1-Flash as pure JAX functions.", no_args_is_help=True, pretty_exceptions_enable=False
@@ -17,6 +17,7 @@ for command in (
     drafts.acceptance,
     drafts.calibrate,
     verify.verify,
+    devices.devices,
 ):
     app.command()(command)
 

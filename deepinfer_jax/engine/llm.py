@@ -126,7 +126,7 @@ class LLM:
             path,
             self.config,
             shardings=param_shardings(abstract_params(self.config), self.mesh),
-            expand=default_expand(self.config, self.numerics.compute) if expand is None else expand,
+            expand=default_expand(self.config, self.numerics) if expand is None else expand,
             progress=self.progress,
         )
 

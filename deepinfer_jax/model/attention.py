@@ -159,7 +159,7 @@ class Attention(nnx.Module):
         out = rope(out_BSHK, table, inverse=True)
         groups = self.config.text_config.o_groups
         out = out.reshape(*out.shape[:2], -1)
-        out = grouped_output_linear(out, self.wo_a[...], groups, numerics.batch_invariant)
+        out = grouped_output_linear(out, self.wo_a[...], groups, numerics)
         return quantized_linear(out, self.wo_b[...], numerics)
 
 

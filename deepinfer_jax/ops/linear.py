@@ -12,8 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from deepinfer_jax.formats import QuantizedTensor, fp8_round_trip, weight
+from deepinfer_jax.kernels import Backend
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.invariant import fence, in_row_tiles
+from deepinfer_jax.ops.packed_linear import grouped_packed_linear, packed_linear
 
 
 def contract(x: jax.Array, w: jax.Array, invariant: bool = False) -> jax.Array:
@@ -52,12 +54,12 @@ def quantized_linear(x: jax.Array, w: jax.Array | QuantizedTensor, numerics: Num
     """
     if numerics.linear_round_trip:
         x = fp8_round_trip(x)
+    if numerics.kernels.linear != "reference":
+        return packed_linear(x, w, numerics.kernels.linear).astype(x.dtype)
     return linear(x, w, invariant=numerics.batch_invariant)
 
 
-def grouped_output_linear(
-    x: jax.Array, w: jax.Array | QuantizedTensor, groups: int, invariant: bool = False
-) -> jax.Array:
+def grouped_output_linear(x: jax.Array, w: jax.Array | QuantizedTensor, groups: int, numerics: Numerics) -> jax.Array:
     """Block-diagonal linear of the attention output (`wo_a`): one matrix per group of heads.
 
     Args:
@@ -67,6 +69,8 @@ def grouped_output_linear(
     Returns:
         [..., groups * out] in x's dtype.
     """
+    if numerics.kernels.linear != "reference":
+        return _packed_output_linear(x, w, groups, numerics.kernels.linear)
     w_GRD = weight(w, x.dtype).reshape(groups, -1, x.shape[-1] // groups)
 
     def product(x_TD: jax.Array) -> jax.Array:
@@ -80,7 +84,17 @@ def grouped_output_linear(
         return jnp.moveaxis(out_GTR, 0, 1).reshape(x_TD.shape[0], -1)
 
     x_TD = x.reshape(-1, x.shape[-1])
-    if not invariant:
+    if not numerics.batch_invariant:
         return product(x_TD).reshape(*x.shape[:-1], -1).astype(x.dtype)
     w_GRD = fence(w_GRD)
     return fence(in_row_tiles(product, x_TD).reshape(*x.shape[:-1], -1).astype(x.dtype))
+
+
+def _packed_output_linear(x: jax.Array, w: jax.Array | QuantizedTensor, groups: int, backend: Backend) -> jax.Array:
+    """The same by a custom call: a group uses the rows of the one matrix that are its own."""
+    x_GTD = jnp.moveaxis(x.reshape(-1, groups, x.shape[-1] // groups), 1, 0)
+    rows = (w.shape[0] if isinstance(w, QuantizedTensor) else w.shape[-2]) // groups
+    used = jnp.full(groups, x_GTD.shape[1], jnp.int32)
+    first = rows * jnp.arange(groups, dtype=jnp.int32)
+    out_GTR = grouped_packed_linear(x_GTD, w, jnp.zeros_like(used), used, backend, first_G=first, n=rows)
+    return jnp.moveaxis(out_GTR, 0, 1).reshape(*x.shape[:-1], -1).astype(x.dtype)

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax.formats import QuantizedTensor
+from deepinfer_jax.formats import QuantizedTensor, fp8_round_trip
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.exchange import LOCAL, Exchange
 from deepinfer_jax.ops.invariant import alone, fence, sum_few
 from deepinfer_jax.ops.linear import linear, quantized_linear
+from deepinfer_jax.ops.packed_linear import grouped_packed_linear
 
 
 class Routing(NamedTuple):
@@ -119,6 +120,9 @@ def _expert_outputs(
     num_experts = (w13.record if isinstance(w13, QuantizedTensor) else w13).shape[0]
     tiles = _tile_rows(pair_expert_Tk.reshape(-1), num_experts, 8 if tokens <= 64 else 32)
     pair_weight = weights_Tk.reshape(-1)
+    if numerics.kernels.linear != "reference":
+        out = _packed_tiles(x_TD, tiles, pair_weight, k, w13, w2, limit, numerics)
+        return _of_pairs(out, tiles, tokens)
 
     def one_tile(args: tuple[jax.Array, jax.Array]) -> jax.Array:
         expert, pair = args
@@ -131,9 +135,38 @@ def _expert_outputs(
 
         return lax.cond(pair[0] >= 0, run, lambda: jnp.zeros_like(x))
 
-    out = lax.map(one_tile, (tiles.expert, tiles.pair)).reshape(-1, x_TD.shape[1])
+    return _of_pairs(lax.map(one_tile, (tiles.expert, tiles.pair)), tiles, tokens)
+
+
+def _packed_tiles(
+    x_TD: jax.Array,
+    tiles: _Tiles,
+    pair_weight: jax.Array,
+    k: int,
+    w13: jax.Array | QuantizedTensor,
+    w2: jax.Array | QuantizedTensor,
+    limit: float,
+    numerics: Numerics,
+) -> jax.Array:
+    """[tiles, rows, D] by custom calls, which take all tiles at once and skip what is not used."""
+    pair = jnp.maximum(tiles.pair, 0)
+    used = jnp.sum(tiles.pair >= 0, axis=1, dtype=jnp.int32)
+    matrix = jnp.where(used > 0, tiles.expert, -1)
+
+    def product(x: jax.Array, w: jax.Array | QuantizedTensor) -> jax.Array:
+        x = fp8_round_trip(x) if numerics.linear_round_trip else x
+        return grouped_packed_linear(x, w, matrix, used, numerics.kernels.linear).astype(x_TD.dtype)
+
+    y = swiglu(product(x_TD[pair // k], w13), limit, numerics.batch_invariant)
+    y = (y * pair_weight[pair][..., None]).astype(x_TD.dtype)
+    return product(y, w2)
+
+
+def _of_pairs(out: jax.Array, tiles: _Tiles, tokens: int) -> jax.Array:
+    """[tiles, rows, D] -> [T, k, D]: the row of each pair, 0 for pairs without expert."""
+    out = out.reshape(-1, out.shape[-1])
     rows = jnp.where(tiles.row_of_pair >= 0, tiles.row_of_pair, 0)
-    return jnp.where((tiles.row_of_pair >= 0)[:, None], out[rows], 0).reshape(tokens, k, -1)
+    return jnp.where((tiles.row_of_pair >= 0)[:, None], out[rows], 0).reshape(tokens, -1, out.shape[-1])
 
 
 class _Tiles(NamedTuple):

@@ -62,3 +62,22 @@ def test_compare_prints_a_table_and_its_exit_code_is_the_verdict(data_dir, tmp_p
 def test_compare_exits_with_2_on_bad_input(data_dir, tmp_path):
     assert run("compare", tmp_path).exit_code == 2
     assert run("compare", data_dir / "v41_tiny", "--tag", "fp8").exit_code == 2
+
+
+def test_devices_says_what_can_be_used_and_why_not(monkeypatch):
+    facts = json.loads(run("devices", "--json").stdout)
+    assert facts["devices"][0]["platform"] == "cpu"
+    reasons = {(row["op"], row["backend"]): row["why_not"] for row in facts["kernels"]}
+    assert reasons["linear", "reference"] is None
+    assert "linear has no cuda kernel" in reasons["linear", "cuda"] or "CUDA" in reasons["linear", "cuda"]
+    monkeypatch.setattr("deepinfer_jax.ops.custom_call.unavailable", lambda backend, op=None: f"no {backend} here")
+    text = " ".join(run("devices").stdout.split())
+    assert "no: no cpu here" in text
+
+
+def test_kernels_that_are_not_there_are_bad_input(data_dir):
+    result = run("generate", data_dir / "v41_tiny", "x", "--kernels", "cuda")
+    assert result.exit_code == 2
+    assert "--kernels cuda:" in result.stderr
+    result = run("generate", data_dir / "v41_tiny", "x", "--kernels", "tpu")
+    assert result.exit_code == 2 and "expected one of reference, cpu, cuda" in result.stderr

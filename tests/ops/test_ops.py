@@ -186,7 +186,7 @@ def test_hyper_connections_mix_streams_by_the_formulas():
 def test_the_output_projection_is_block_diagonal():
     x, w = normal(2, 3, 4 * 32), normal(4 * 8, 32, seed=1)
     want = np.concatenate([x[..., g * 32 : g * 32 + 32] @ w[g * 8 : g * 8 + 8].T for g in range(4)], -1)
-    np.testing.assert_allclose(grouped_output_linear(jnp.asarray(x), jnp.asarray(w), 4), want, atol=1e-5)
+    np.testing.assert_allclose(grouped_output_linear(jnp.asarray(x), jnp.asarray(w), 4, FP32), want, atol=1e-5)
 
 
 def test_the_round_trip_of_linear_inputs_is_a_switch():
