@@ -13,8 +13,6 @@ python -m scripts.nano.prepare --out build/nano
 python -m scripts.nano.train layers --data build/nano --out $run
 python -m scripts.nano.own_text $run/checkpoint --data build/nano
 python -m scripts.nano.train drafter --data build/nano --out $run
-python -m scripts.nano.own_text $run/checkpoint --data build/nano --add --count 1000 --sampled 1 --seed 1
-python -m scripts.nano.train drafter --data build/nano --out $run --more 1 --steps 14000
 python -m scripts.nano.measure $run/checkpoint --data build/nano
 python -m scripts.nano.prompts $prompts --data build/nano
 python -m deepinfer_jax.cli acceptance $run/checkpoint $prompts --batch-size 28

@@ -78,12 +78,7 @@ class Attention(nnx.Module):
         qr, q_BSHK, kv_BSK = self.project(x_BSD, vectors, table, numerics)
         run.tap("qr", qr)
         run.tap("q", q_BSHK)
-        index = step.ring_index(cache.window.shape[1])
-        rows, ring = self.window_rows(kv_BSK, vectors, table, layouts, numerics, index, cache.window)
-        run.tap("kv", layouts.window.decode(rows))
-        # What `step.window_index` points into.
-        window = ring if step.in_place else jnp.concatenate([cache.window[step.slots], rows], axis=1)
-        cache = dataclasses.replace(cache, window=ring)
+        window, cache = self.window(kv_BSK, vectors, step, cache, run)
         compressed = index = None
         if ratio:
             if self.compressor is not None:
@@ -106,7 +101,7 @@ class Attention(nnx.Module):
         with jax.named_scope("sparse_attention"):
             out = sparse_attention(
                 q_BSHK.reshape(b * s, h, k),
-                Rows.flat(window, layouts.window),
+                window,
                 step.window_index,
                 compressed,
                 index,
@@ -126,6 +121,17 @@ class Attention(nnx.Module):
         q = quantized_linear(qr, self.wq_b[...], numerics)
         q_BSHK = rope(q.reshape(*q.shape[:-1], t.num_attention_heads, t.head_dim), table)
         return qr, q_BSHK, kv
+
+    def window(
+        self, kv_BSK: jax.Array, vectors: Vectors, step: Step, cache: LayerCache, run: Run
+    ) -> tuple[Rows, LayerCache]:
+        """The rows that `step.window_index` points into, and the cache with the new rows in its ring."""
+        layouts, table = Layouts.of(self.config, run.numerics), step.rope(self.plan.rope)
+        index = step.ring_index(cache.window.shape[1])
+        rows, ring = self.window_rows(kv_BSK, vectors, table, layouts, run.numerics, index, cache.window)
+        run.tap("kv", layouts.window.decode(rows))
+        pool = ring if step.in_place else jnp.concatenate([cache.window[step.slots], rows], axis=1)
+        return Rows.flat(pool, layouts.window), dataclasses.replace(cache, window=ring)
 
     def window_rows(
         self,

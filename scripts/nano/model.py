@@ -23,7 +23,7 @@ from deepinfer_jax.model.v41 import V41
 from deepinfer_jax.numerics import Numerics
 from deepinfer_jax.ops.linear import linear
 from deepinfer_jax.ops.moe import mlp, swiglu
-from deepinfer_jax.ops.norm_rope import rope
+from deepinfer_jax.ops.norm_rope import rms_norm, rope
 from deepinfer_jax.ops.select_entries import Selection
 
 TRAINED = Numerics("bfloat16", packed_cache=False)
@@ -85,7 +85,8 @@ class DenseAttention(Attention):
         numerics, window = run.numerics, self.config.text_config.sliding_window
         layouts, table = Layouts.of(self.config, numerics), step.rope(self.plan.rope)
         qr, q_BSHK, kv_BSK = self.project(x_BSD, vectors, table, numerics)
-        kv_BSK = layouts.window.round_trip(kv_BSK)
+        kv_BSK = rms_norm(kv_BSK, vectors["attn.kv_norm.weight"], self.config.text_config.rms_norm_eps)
+        kv_BSK = layouts.window.round_trip(rope(kv_BSK, table))
         if not self.plan.ratio:
             out = attend(q_BSHK, kv_BSK, None, None, vectors["attn.attn_sink"], window)
             return self.output(out, table, numerics), cache, selection

