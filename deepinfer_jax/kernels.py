@@ -25,10 +25,14 @@ class Kernels:
 
     Attributes:
         finish_rows: RMSNorm, rotation, quantisation and write of cache rows.
+        gate: Scores of the router, choice and weights of the experts. The product before it is not part of it.
+        swiglu: SwiGLU with its limit, times the routing weight, through FP8.
         linear: Linears with FP8 or FP4 weights, the experts' among them. There is no `cuda` backend.
     """
 
     finish_rows: Backend = "reference"
+    gate: Backend = "reference"
+    swiglu: Backend = "reference"
     linear: Backend = "reference"
 
     @classmethod

@@ -39,8 +39,15 @@ class Router(nnx.Module):
         bias = jnp.where(image_T[:, None], vectors["ffn.gate.bias_vl"][None], vectors["ffn.gate.bias"][None])
         top_k = expert_counts(self.config, self.plan)[1]
         scale = self.config.text_config.routed_scaling_factor
-        invariant = numerics.batch_invariant
-        return gate(x_TD, self.weight[...], bias, top_k=top_k, scale=scale, invariant=invariant)
+        return gate(
+            x_TD,
+            self.weight[...],
+            bias,
+            top_k=top_k,
+            scale=scale,
+            invariant=numerics.batch_invariant,
+            backend=numerics.kernels.gate,
+        )
 
 
 class MoE(nnx.Module):

@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from deepinfer_jax.formats import QuantizedTensor, fp8_round_trip
+from deepinfer_jax.formats import GROUP, QuantizedTensor, decode_rows, fp8_round_trip, row_bytes
+from deepinfer_jax.kernels import Backend
 from deepinfer_jax.numerics import Numerics
+from deepinfer_jax.ops.custom_call import check, custom_call
 from deepinfer_jax.ops.exchange import LOCAL, Exchange
 from deepinfer_jax.ops.invariant import alone, fence, sum_few
 from deepinfer_jax.ops.linear import linear, quantized_linear
@@ -29,15 +31,47 @@ class Routing(NamedTuple):
 
 
 def gate(
-    x_TD: jax.Array, w_ED: jax.Array, bias_TE: jax.Array, *, top_k: int, scale: float, invariant: bool = False
+    x_TD: jax.Array,
+    w_ED: jax.Array,
+    bias_TE: jax.Array,
+    *,
+    top_k: int,
+    scale: float,
+    invariant: bool = False,
+    backend: Backend = "reference",
 ) -> Routing:
-    """score = sqrt(softplus(x . w)) in float32; the k best of score + bias, weighted by their normalised scores.
+    """`choose_experts` of the logits x . w in float32."""
+    logit = linear(x_TD, w_ED, jnp.float32, invariant)
+    return choose_experts(logit, bias_TE, top_k=top_k, scale=scale, invariant=invariant, backend=backend)
+
+
+def choose_experts(
+    logit_TE: jax.Array,
+    bias_TE: jax.Array,
+    *,
+    top_k: int,
+    scale: float,
+    invariant: bool = False,
+    backend: Backend = "reference",
+) -> Routing:
+    """score = sqrt(softplus(logit)); the k best of score + bias, weighted by their normalised scores.
 
     Args:
+        logit_TE: float32.
         bias_TE: float32 added for the choice only ([1, E], or one row per token).
         scale: `routed_scaling_factor`.
+        backend: Custom calls take at most 512 experts and 32 choices. Their scores may differ in the last bits.
     """
-    logit = linear(x_TD, w_ED, jnp.float32, invariant)
+    if backend != "reference":
+        tokens, experts = logit_TE.shape
+        check(
+            "gate",
+            experts=None if experts <= 512 else f"found {experts}, expected at most 512",
+            top_k=None if 1 <= top_k <= min(32, experts) else f"found {top_k}, expected 1 to {min(32, experts)}",
+        )
+        chosen = [jax.ShapeDtypeStruct((tokens, top_k), dtype) for dtype in (jnp.int32, jnp.float32)]
+        return Routing(*custom_call("gate", backend, chosen, logit_TE, bias_TE, scale=float(scale)))
+    logit = logit_TE
     score = jnp.sqrt(alone(jax.nn.softplus, logit) if invariant else jax.nn.softplus(logit))
     experts = jnp.sort(lax.top_k(score + bias_TE, top_k)[1], axis=-1)
     weights = jnp.take_along_axis(score, experts, axis=-1)
@@ -56,12 +90,35 @@ def swiglu(gate_up: jax.Array, limit: float, invariant: bool = False) -> jax.Arr
     return (alone(jax.nn.silu, g) if invariant else jax.nn.silu(g)) * u
 
 
+def expert_activation(gate_up: jax.Array, weight: jax.Array | None, limit: float, numerics: Numerics) -> jax.Array:
+    """The input of an expert's second linear: `swiglu` of [..., 2 I], times a weight [...] (None: 1), in its dtype.
+
+    With a custom call the result has been through FP8 already, as the linear would do it; twice is as once.
+    """
+    backend = numerics.kernels.swiglu
+    if backend == "reference":
+        y = swiglu(gate_up, limit, numerics.batch_invariant)
+        return (y if weight is None else y * weight[..., None]).astype(gate_up.dtype)
+    width = gate_up.shape[-1] // 2
+    check(
+        "swiglu",
+        numerics=None if numerics.linear_round_trip else "inputs of linears are not rounded to FP8; use the reference",
+        width=None if width % GROUP == 0 else f"found {width}, expected a multiple of {GROUP}",
+    )
+    lead = gate_up.shape[:-1]
+    rows = gate_up.reshape(-1, 2 * width)
+    weights = jnp.ones(rows.shape[0], jnp.float32) if weight is None else weight.reshape(-1)
+    packed = jax.ShapeDtypeStruct((rows.shape[0], row_bytes("fp8", width)), jnp.uint8)
+    (packed,) = custom_call("swiglu", backend, [packed], rows, weights, limit=float(limit))
+    return decode_rows(packed, "fp8", width, gate_up.dtype).reshape(*lead, width)
+
+
 def mlp(
     x: jax.Array, w13: jax.Array | QuantizedTensor, w2: jax.Array | QuantizedTensor, limit: float, numerics: Numerics
 ) -> jax.Array:
     """One expert without routing weight: [..., D] -> [..., D]."""
-    y = swiglu(quantized_linear(x, w13, numerics), limit, numerics.batch_invariant)
-    return quantized_linear(y.astype(x.dtype), w2, numerics)
+    y = expert_activation(quantized_linear(x, w13, numerics), None, limit, numerics)
+    return quantized_linear(y, w2, numerics)
 
 
 def routed_experts(
@@ -129,8 +186,8 @@ def _expert_outputs(
         x = x_TD[jnp.maximum(pair, 0) // k]
 
         def run() -> jax.Array:
-            y = swiglu(quantized_linear(x, w13[expert], numerics), limit, numerics.batch_invariant)
-            y = (y * pair_weight[jnp.maximum(pair, 0)][:, None]).astype(x.dtype)
+            weight = pair_weight[jnp.maximum(pair, 0)]
+            y = expert_activation(quantized_linear(x, w13[expert], numerics), weight, limit, numerics)
             return quantized_linear(y, w2[expert], numerics)
 
         return lax.cond(pair[0] >= 0, run, lambda: jnp.zeros_like(x))
@@ -157,9 +214,7 @@ def _packed_tiles(
         x = fp8_round_trip(x) if numerics.linear_round_trip else x
         return grouped_packed_linear(x, w, matrix, used, numerics.kernels.linear).astype(x_TD.dtype)
 
-    y = swiglu(product(x_TD[pair // k], w13), limit, numerics.batch_invariant)
-    y = (y * pair_weight[pair][..., None]).astype(x_TD.dtype)
-    return product(y, w2)
+    return product(expert_activation(product(x_TD[pair // k], w13), pair_weight[pair], limit, numerics), w2)
 
 
 def _of_pairs(out: jax.Array, tiles: _Tiles, tokens: int) -> jax.Array:

@@ -195,6 +195,15 @@ DJ_FN float softplus(float v) {
   return larger(v, 0.0f) + log1p;
 }
 
+// silu(min(gate, limit)) * clip(up, +-limit); limit 0 is none.
+DJ_FN float swiglu_of(float gate, float up, float limit) {
+  if (limit > 0.0f) {
+    gate = smaller(gate, limit);
+    up = smaller(larger(up, -limit), limit);
+  }
+  return gate * sigmoid(gate) * up;
+}
+
 }  // namespace dj
 
 #endif  // DEEPINFER_OPS_NUMERIC_H_
